@@ -1,0 +1,44 @@
+# Everything a fresh machine needs is set up by `make env`, which the other targets run first and
+# which does nothing until one of its inputs changes. Python 3.11, pip and make are all it takes.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.env.stamp
+TESTS ?= srt/mem_cache/test_swa_*.py
+
+# Two cores are shared by a server and its client: one compute thread each is fastest, and always
+# gives the same sums.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help env lint test demo clean
+
+help:
+	@echo "make demo   start the server per arm, send the rounds, print the table"
+	@echo "make test   lint, then every test"
+	@echo "make env    only the set-up; make lint: only ruff; make clean: remove $(VENV)"
+
+env: $(STAMP)
+
+$(STAMP): requirements/cpu.txt requirements/dev.txt pyproject.toml test/reference_platform/pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; \
+	  sys.exit(0 if v[:2] == (3, 11) else "this needs Python 3.11 (found %d.%d): set PYTHON=/path/to/python3.11" % v[:2])'
+	@echo "setting up $(VENV) (about 2.5 GB, a few minutes)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -r requirements/cpu.txt -r requirements/dev.txt
+	$(BIN)/python -m pip install -q --no-deps sglang==0.5.23
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e . -e test/reference_platform
+	@touch $(STAMP)
+
+lint: env
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+test: lint
+	cd test && ../$(BIN)/python -m pytest -q $(TESTS)
+
+demo: env
+	$(BIN)/python benchmark/demo.py
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,123 @@
+"""Capture: the true window and state of every wanted boundary of a forward, into host slots.
+
+Life of a capture, all on the scheduler thread: `begin` before the forward takes device staging and
+builds the index tensors; the forward's hooks (forward_hooks.py) call `gather_window` and
+`gather_state` once a layer, before the layer touches its ring; `finish` right after the forward was
+launched queues one copy a pool and boundary to the host slot, on the capture lane, and returns the
+event that every reader of those host bytes waits on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_bitexact_hicache.constants import STATE_ROWS, WINDOW
+from sglang_bitexact_hicache.device_view import DeviceView, Ring
+from sglang_bitexact_hicache.gather import Source, SpanGather
+from sglang_bitexact_hicache.host_pool import TruthHostPools
+from sglang_bitexact_hicache.layout import POOLS, WINDOW_POOL
+from sglang_bitexact_hicache.metrics import Counters
+from sglang_bitexact_hicache.staging import DeviceStaging
+from sglang_bitexact_hicache.transfer import CopyLane, Event
+
+
+@dataclass
+class CapturePlan:
+    """The boundaries that one forward captures, and how far that has come."""
+
+    sources: list[Source]
+    staging: list[int]
+    window: SpanGather
+    state: SpanGather
+    gathered: set[int]
+    """Indices of the sections gathered so far; `finish` refuses a record with a hole."""
+
+
+class CapturePipeline:
+    """Device side of capture; see the module's docstring."""
+
+    def __init__(
+        self,
+        view: DeviceView,
+        pools: TruthHostPools,
+        staging_slots: int,
+        lane: CopyLane,
+        counters: Counters,
+        *,
+        pin: bool,
+    ) -> None:
+        self._view = view
+        self._pools = pools
+        self._lane = lane
+        self._counters = counters
+        self._pin = pin
+        self.staging = DeviceStaging(view.layout, staging_slots, view.device)
+
+    def begin(self, sources: Sequence[Source]) -> CapturePlan:
+        """Take staging for the boundaries of a forward (at most `staging.slots`).
+
+        The current (forward) stream waits for older captures that still leave that staging.
+        """
+        staging, busy = self.staging.take(len(sources))
+        for event in busy:
+            self._counters.staging_waits += not event.done()
+            event.wait()
+        spans = (
+            SpanGather(sources, rows, ring, staging, self._view.device, pin=self._pin)
+            for rows, ring in (
+                (WINDOW, self._view.ring_size),
+                (STATE_ROWS, self._view.state_ring_size),
+            )
+        )
+        return CapturePlan(list(sources), staging, *spans, gathered=set())
+
+    def gather_window(self, plan: CapturePlan, layer: int, chunk: torch.Tensor) -> None:
+        """Queue one layer's window rows; `chunk` is the layer's K, bf16 ``[tokens, head_dim]``."""
+        self._gather(plan, plan.window, self._view.window_ring(layer), chunk)
+
+    def gather_state(self, plan: CapturePlan, ring: Ring, chunk: torch.Tensor) -> None:
+        """Queue one layer's C4 or indexer state rows; `chunk` is fp32 ``[tokens, 4 * head_dim]``."""
+        self._gather(plan, plan.state, ring, chunk)
+
+    def _gather(self, plan: CapturePlan, span: SpanGather, ring: Ring, chunk: torch.Tensor) -> None:
+        section = ring.section
+        first = self._view.rings[section.pool][0].section.index
+        span.run(
+            chunk,
+            ring.buffer,
+            self.staging.rows(section.pool, section.index - first),
+            self.staging.checksums[:, section.index],
+        )
+        plan.gathered.add(section.index)
+
+    def finish(self, plan: CapturePlan, host_slots: Sequence[int], after: Sequence[Event]) -> Event:
+        """Queue the copies to the host slots (one for each source, in order).
+
+        `after`: events of copies that still read those host slots. Returns the event of the host
+        bytes. Raises RuntimeError if the forward did not pass every layer of the stage.
+        """
+        missing = self._view.layout.num_sections - len(plan.gathered)
+        if missing:
+            self.abandon(plan)
+            raise RuntimeError(f"the forward skipped {missing} of the layers to capture")
+        copies = [
+            (self._pools.device_part(pool, host), self.staging.buffers[pool][slot])
+            for slot, host in zip(plan.staging, host_slots, strict=True)
+            for pool in POOLS
+        ]
+        event = self._lane.submit(copies, [self._lane.mark(), *after])
+        self.staging.give_back(plan.staging, event)
+        return event
+
+    def abandon(self, plan: CapturePlan) -> None:
+        """The forward failed: give its staging back, once what it queued has run."""
+        self.staging.give_back(plan.staging, self._lane.mark())
+
+    def checksums(self, host_slot: int) -> torch.Tensor:
+        """The device checksums in a host record: int64 ``[sections]``, a view of host memory. Wait
+        on the capture's event first."""
+        part = self._pools.device_part(WINDOW_POOL, host_slot)
+        return part[: 8 * self._view.layout.num_sections].view(torch.int64)

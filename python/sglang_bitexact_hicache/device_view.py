@@ -1,0 +1,115 @@
+"""Seam: the rings of SGLang's device pool, seen as the sections of a record.
+
+Answers to `DeepSeekV4TokenToKVPool` (mem_cache/deepseek_v4_memory_pool.py): `unified_kv_pool` holds
+one buffer a layer whose first `num_req_slots * ring` rows are the sliding-window rings, and the C4
+state pools hold one ring a slot. Built once, after the pools exist; it keeps references to their
+tensors and reads no device memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang_bitexact_hicache.constants import C4_RATIO
+from sglang_bitexact_hicache.layout import (
+    C4_POOL,
+    INDEXER_POOL,
+    WINDOW_POOL,
+    RecordLayout,
+    Section,
+)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One section's device rows: `buffer` is ``[rows, row]``, `size` rows a request slot."""
+
+    section: Section
+    buffer: torch.Tensor
+    size: int
+
+
+class DeviceView:
+    """The rings of one pipeline stage, by section.
+
+    Attributes:
+        layout: the record geometry that these buffers imply.
+        rings: pool name -> rings in section order.
+        num_slots: request rows (`req_pool_idx` values) that the rings cover.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        unified = pool.unified_kv_pool
+        first, last = pool._stage_start, pool._stage_end
+        layers = tuple(range(first, last))
+        ratios = tuple(pool.compression_ratios[layer] for layer in layers)
+        windows = {layer: unified.get_unified_kv(layer - first) for layer in layers}
+        c4, indexer = (
+            {
+                layer: pools[layer].kv_score_buffer.kv_score
+                for layer, ratio in zip(layers, ratios, strict=True)
+                if ratio == C4_RATIO
+            }
+            for pools in (pool.compress_state_pools, pool.indexer_compress_state_pools)
+        )
+        if not c4:
+            raise ValueError(
+                "this pipeline stage has no ratio-4 layer: its C4 state cannot be captured"
+            )
+        self._state_pools = {
+            C4_POOL: pool.compress_state_pools,
+            INDEXER_POOL: pool.indexer_compress_state_pools,
+        }
+        self.num_slots: int = pool.num_req_slots
+        self.ring_size: int = pool.unified_swa_ring_size
+        self.state_ring_size: int = pool.compress_state_pools[min(c4)].ring_size
+        self.device: torch.device = windows[first].device
+        self.layout = RecordLayout(
+            layers=layers,
+            ratios=ratios,
+            window_row_bytes=_row_bytes(windows[first]),
+            c4_row_bytes=_row_bytes(next(iter(c4.values()))),
+            indexer_row_bytes=_row_bytes(next(iter(indexer.values()))),
+            window_dtype=str(windows[first].dtype).removeprefix("torch."),
+            state_dtype=str(next(iter(c4.values())).dtype).removeprefix("torch."),
+        )
+        self.rings: dict[str, tuple[Ring, ...]] = {
+            name: tuple(
+                Ring(section, tensors[section.layer], size)
+                for section in self.layout.sections(name)
+            )
+            for name, tensors, size in (
+                (WINDOW_POOL, windows, self.ring_size),
+                (C4_POOL, c4, self.state_ring_size),
+                (INDEXER_POOL, indexer, self.state_ring_size),
+            )
+        }
+        self._window_of_layer = {ring.section.layer: ring for ring in self.rings[WINDOW_POOL]}
+        # The compressor's hook is handed the state buffer, not the layer: its address tells which.
+        self._state_of_pointer = {
+            ring.buffer.data_ptr(): ring
+            for name in (C4_POOL, INDEXER_POOL)
+            for ring in self.rings[name]
+        }
+
+    def window_ring(self, layer: int) -> Ring:
+        """The sliding-window ring of an absolute layer id."""
+        return self._window_of_layer[layer]
+
+    def state_ring(self, buffer: torch.Tensor) -> Ring | None:
+        """The state ring that `buffer` is, or None (a C128 state, another pool's buffer)."""
+        return self._state_of_pointer.get(buffer.data_ptr())
+
+    def state_rows(
+        self, section: Section, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Stock's own address of state rows (CompressStatePool), for checks: int64 ``[n]``."""
+        pool = self._state_pools[section.pool][section.layer]
+        return pool.translate_from_req_position_to_state_loc(slots, positions)
+
+
+def _row_bytes(buffer: torch.Tensor) -> int:
+    return buffer.shape[1] * buffer.element_size()

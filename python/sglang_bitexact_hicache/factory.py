@@ -1,0 +1,124 @@
+"""Seam: how the feature gets into a server, in the launcher and in each scheduler.
+
+Launcher (`resolve_hicache`, while arguments are resolved): the gate, the version and the seams'
+targets, the refusals, and the one reading of free host memory.
+
+Scheduler (`around_create_unified_radix_cache`, in the place of SGLang's one call that builds the
+prefix cache): the gate again with the real KV pool, the refusals again over the final values, the
+remaining seams, the pools' size. Only then does SGLang build the cache, with our class, and pin its
+host pools; the byte side is attached to the result.
+
+The stock host-stack strategy for DeepSeek-V4 is used as it is: the truth pools are not part of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from sglang_bitexact_hicache import engagement, refusals, seams, sizing
+from sglang_bitexact_hicache.options import Options, carry_available_dram
+
+
+def resolve_hicache(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Wrapper of the resolution step `handle_hicache`. Runs once per server, in the launcher.
+
+    Raises:
+        ValueError: the configuration or the installed SGLang is refused.
+    """
+    previous(server_args)
+    if not engagement.settle(server_args):
+        return
+    seams.require_source()
+    seams.require_live(seams.When.ALWAYS, seams.When.FLAG)
+    refusals.check(refusals.Startup.of_record(server_args))
+    # One reading for all ranks of the host: once they pin, each would see less than the one before.
+    carry_available_dram(server_args, free_host_memory())
+
+
+def around_create_unified_radix_cache(
+    original: Callable[..., Any], ctx: Any, *, cache_class: type | None = None
+) -> Any:
+    """AROUND `create_unified_radix_cache`: the stock cache, or ours with the byte side attached.
+
+    Args:
+        original: SGLang's function.
+        ctx: its `TreeCacheBuildContext`; the device KV pool exists, no host memory is pinned.
+        cache_class: as stock; ours takes the place of the default only.
+
+    Raises:
+        ValueError: the configuration, a seam or the pools' size is refused.
+    """
+    kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    if not engagement.settle(ctx.server_args, kvcache):
+        return original(ctx, cache_class=cache_class)
+    if cache_class is not None:
+        raise ValueError(
+            f"bit-exact HiCache needs a cache class of its own, but {cache_class.__name__} was "
+            "asked for; unset the option that selects it"
+        )
+    refusals.check(refusals.Startup.of_context(ctx))
+    seams.install(seams.When.ENGAGED)
+    seams.require_live(seams.When.ENGAGED)
+
+    from sglang_bitexact_hicache.runtime import TruthRuntime
+    from sglang_bitexact_hicache.tree import BxCache
+    from sglang_bitexact_hicache.tree_writers import check_tree_writers
+
+    check_tree_writers()
+    options = plan_pools(ctx)
+    cache = original(ctx, cache_class=BxCache)
+    cache.truth_runtime = TruthRuntime.build(cache, ctx.server_args, options)
+    return cache
+
+
+def plan_pools(ctx: Any) -> Options:
+    """The options with the pools' size, which is checked against host memory.
+
+    The number of host pages comes from the function that the stock strategy will ask, after
+    SGLang's own auto-sizing has settled the ratio.
+
+    Raises:
+        ValueError: the pools do not fit (sizing.check).
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
+        _deepseek_v4_num_host_pages,
+    )
+    from sglang.srt.server_args import compute_world_size
+
+    from sglang_bitexact_hicache.device_view import DeviceView
+
+    kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    full_host_pages, _, _ = _deepseek_v4_num_host_pages(
+        params=ctx.params,
+        kvcache=kvcache,
+        page_size=ctx.params.page_size,
+        swa_page_size=kvcache.swa_page_size,
+    )
+    options = Options.of(ctx.server_args)
+    planned = sizing.size(
+        full_host_pages=full_host_pages,
+        stride=options.stride,
+        request_rows=ctx.params.req_to_token_pool.size,
+        slot_bytes=DeviceView(kvcache).layout.slot_bytes,
+        tail_slots=options.tail_slots,
+    )
+    cfg = resolving_view(ctx.server_args)
+    world = compute_world_size(dp_size=cfg.dp_size, tp_size=cfg.tp_size, pp_size=cfg.pp_size)
+    available = options.available_dram
+    sizing.check(
+        planned,
+        stride=options.stride,
+        available_dram=free_host_memory() if available is None else available,
+        ranks=max(1, world // cfg.nnodes),
+    )
+    return dataclasses.replace(options, sizing=planned)
+
+
+def free_host_memory() -> int:
+    """Free bytes of host memory for pools, as SGLang counts them."""
+    from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
+
+    return available_host_memory_bytes(allow_cgroup_fallback=True)

@@ -1,0 +1,172 @@
+"""RecordLayout: what a captured boundary looks like in memory, the single source of geometry.
+
+Capture, restore, storage, sizing, checksums and the layout digest all read offsets from here, so the
+writer and the reader cannot disagree. Pure Python: no SGLang, no torch. Any thread.
+
+A boundary is three records that share one host slot, each contiguous, layer-major, rows in POSITION
+order:
+
+* ``swa_window``: a header, then for every layer 128 ring rows;
+* ``c4_state``: for every ratio-4 layer 4 rows of compressor overlap state;
+* ``c4_indexer_state``: for every ratio-4 layer 4 rows of indexer overlap state.
+
+The header of the window record starts with ``HOST_HEADER_BYTES`` that only the host writes (magic,
+version, chain: the storage part), followed by one 8-byte device checksum per section, which the
+capture writes on the device together with the rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from sglang_bitexact_hicache.constants import C4_RATIO, STATE_ROWS, WINDOW
+
+HOST_HEADER_BYTES = 256
+"""Header bytes that the host alone writes; the device copy of a record starts after them."""
+
+CHECKSUM_BYTES = 8
+"""One section's device checksum, a little-endian int64."""
+
+ALIGNMENT = 256
+"""Each record starts and each header ends at a multiple of this."""
+
+WINDOW_POOL = "swa_window"
+C4_POOL = "c4_state"
+INDEXER_POOL = "c4_indexer_state"
+POOLS = (WINDOW_POOL, C4_POOL, INDEXER_POOL)
+"""The three pools, primary first: it alone allocates and frees, the others share its slots."""
+
+
+def _align(n: int) -> int:
+    return -(-n // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Section:
+    """One layer's rows inside one record.
+
+    `offset` is in bytes from the start of the record; rows are `rows` times `row_bytes`, in position
+    order; `index` numbers the section among all of the record's checksums.
+    """
+
+    pool: str
+    layer: int
+    offset: int
+    rows: int
+    row_bytes: int
+    index: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the section's rows."""
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Geometry of the records of one pipeline stage.
+
+    Attributes:
+        layers: absolute ids of the stage's layers, ascending.
+        ratios: compression ratio of each of those layers (0, 4 or 128).
+        window_row_bytes: bytes of one ring row (bf16: head_dim * 2).
+        c4_row_bytes, indexer_row_bytes: bytes of one state row (both kv and score halves).
+        window_dtype, state_dtype: names of the dtypes, part of the identity.
+
+    The ring size is NOT part of it: host bytes are in position order, so servers with different
+    rings share records.
+    """
+
+    layers: tuple[int, ...]
+    ratios: tuple[int, ...]
+    window_row_bytes: int
+    c4_row_bytes: int
+    indexer_row_bytes: int
+    window_dtype: str = "bfloat16"
+    state_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if not self.layers or len(self.layers) != len(self.ratios):
+            raise ValueError("a record layout needs one ratio for each of its layers")
+        if any(b <= a for a, b in zip(self.layers, self.layers[1:], strict=False)):
+            raise ValueError(f"layers must be ascending: {self.layers}")
+        for name in ("window_row_bytes", "c4_row_bytes", "indexer_row_bytes"):
+            n = getattr(self, name)
+            # Checksums are taken over 4-byte words.
+            if n <= 0 or n % 4:
+                raise ValueError(f"{name} must be a positive multiple of 4, got {n}")
+
+    @property
+    def c4_layers(self) -> tuple[int, ...]:
+        """Absolute ids of the layers that keep C4 and indexer state."""
+        return tuple(
+            layer
+            for layer, ratio in zip(self.layers, self.ratios, strict=True)
+            if ratio == C4_RATIO
+        )
+
+    @property
+    def num_sections(self) -> int:
+        """Sections, and so checksums, of one boundary over all three records."""
+        return len(self.layers) + 2 * len(self.c4_layers)
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes before the first row of the window record."""
+        return _align(HOST_HEADER_BYTES + CHECKSUM_BYTES * self.num_sections)
+
+    def record_bytes(self, pool: str) -> int:
+        """Bytes of one slot of a pool, a multiple of the alignment (0 if the stage has no such rows)."""
+        if pool == WINDOW_POOL:
+            return _align(self.header_bytes + len(self.layers) * WINDOW * self.window_row_bytes)
+        return _align(len(self.c4_layers) * STATE_ROWS * self._row_bytes(pool))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Host bytes of one boundary over all three pools."""
+        return sum(self.record_bytes(pool) for pool in POOLS)
+
+    def sections(self, pool: str) -> tuple[Section, ...]:
+        """The sections of a pool's record, in layer order."""
+        return tuple(self._sections(pool))
+
+    def _sections(self, pool: str) -> Iterator[Section]:
+        window = pool == WINDOW_POOL
+        layers: Sequence[int] = self.layers if window else self.c4_layers
+        rows = WINDOW if window else STATE_ROWS
+        row_bytes = self._row_bytes(pool)
+        start = self.header_bytes if window else 0
+        first = {
+            WINDOW_POOL: 0,
+            C4_POOL: len(self.layers),
+            INDEXER_POOL: len(self.layers) + len(self.c4_layers),
+        }[pool]
+        for i, layer in enumerate(layers):
+            yield Section(pool, layer, start + i * rows * row_bytes, rows, row_bytes, first + i)
+
+    def _row_bytes(self, pool: str) -> int:
+        return {
+            WINDOW_POOL: self.window_row_bytes,
+            C4_POOL: self.c4_row_bytes,
+            INDEXER_POOL: self.indexer_row_bytes,
+        }[pool]
+
+    def digest(self) -> str:
+        """16 hex digits that differ whenever two layouts' bytes are not interchangeable."""
+        text = repr(
+            (
+                1,
+                self.layers,
+                self.ratios,
+                self.window_row_bytes,
+                self.c4_row_bytes,
+                self.indexer_row_bytes,
+                self.window_dtype,
+                self.state_dtype,
+                WINDOW,
+                STATE_ROWS,
+            )
+        )
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

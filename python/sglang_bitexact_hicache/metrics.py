@@ -1,0 +1,37 @@
+"""Counters of what the feature did: plain integers, bumped on the scheduler thread only."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass
+class Counters:
+    """What happened since startup (never reset, so that rates can be taken from differences)."""
+
+    captured: int = 0
+    """Boundaries whose truth was captured and published."""
+    capture_unpublished: int = 0
+    """Boundaries captured for a page that died before its truth could be published."""
+    capture_no_slot: int = 0
+    """Boundaries not captured because every host slot was locked or reserved."""
+    capture_over_staging: int = 0
+    """Boundaries not captured because one forward held more of them than the device staging."""
+    staging_waits: int = 0
+    """Times a forward had to wait for an older capture to leave the device staging."""
+    restored: int = 0
+    """Windows and states scattered into a request's rows."""
+    restore_waves: int = 0
+    """Extra waves that batches of more restores than the restore staging needed."""
+    restore_dropped: int = 0
+    """Restores whose request went away (abort, retract) before its first forward."""
+    restore_impossible: int = 0
+    """Requests aborted because an admitted prefix had no truth: a bug of ours, never answered."""
+    checks_verified: int = 0
+    """Restores that SGLANG_SWA_DBG_CHECKSUM verified on the device."""
+    checks_failed: int = 0
+    """Restores that SGLANG_SWA_DBG_CHECKSUM found different from their capture."""
+
+    def snapshot(self) -> dict[str, int]:
+        """A copy as a plain dict, for logs and tests."""
+        return asdict(self)

@@ -1,0 +1,163 @@
+"""The feature's switches and numbers: how they are declared, read, checked and carried.
+
+Two command-line arguments, three environment flags, one environment mirror for each argument (for
+users of `sglang.Engine(...)`, which has no command line). SGLang's ServerArgs is a sealed record, so
+the arguments' values travel on it as underscore attributes: those are allowed at any time and survive
+pickling into the scheduler processes (`ServerArgs.__reduce__`).
+
+Imports SGLang lazily and no torch: the plugin loads this in every SGLang process, before arguments
+are parsed and whether or not the feature is on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang_bitexact_hicache.sizing import Sizing
+
+ENV_FLAG = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
+"""The feature's switch, off by default."""
+
+ENV_ALLOW_NON_HIP = "SGLANG_UNIFIED_KV_BIT_EXACT_ALLOW_NON_HIP"
+"""Lets a test platform or an NVIDIA GPU run the same code; in production the gate is ROCm."""
+
+ENV_CHECKSUM = "SGLANG_SWA_DBG_CHECKSUM"
+"""Prints three lines for every restore, after re-reading the device rows."""
+
+STRIDE_ARGUMENT = "--hicache-swa-offload-page-stride"
+ENV_STRIDE = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
+TAIL_ARGUMENT = "--hicache-swa-offload-tail-slots"
+ENV_TAIL = "SGLANG_HICACHE_SWA_OFFLOAD_TAIL_SLOTS"
+
+DEFAULT_STRIDE = 1
+
+# Names on the ServerArgs record.
+_STRIDE_ATTRIBUTE = "_hicache_swa_offload_page_stride"
+_TAIL_ATTRIBUTE = "_hicache_swa_offload_tail_slots"
+_DRAM_ATTRIBUTE = "_bitexact_hicache_available_dram"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for.
+
+    Attributes:
+        stride: a boundary is kept at every `stride`-th page (of 256 tokens).
+        tail_slots: host slots on top of the grid's, or None for the default formula (sizing.py).
+        checksum: verify and report every restore.
+        available_dram: bytes of host memory that were free when the launcher looked, or None where
+            no launcher did (a cache that is built outside a server).
+        sizing: the host pools' size, once it is settled (in a scheduler, before the cache is built).
+    """
+
+    stride: int = DEFAULT_STRIDE
+    tail_slots: int | None = None
+    checksum: bool = False
+    available_dram: int | None = None
+    sizing: Sizing | None = None
+
+    @classmethod
+    def of(cls, server_args: Any) -> Options:
+        """The options that a ServerArgs record carries, the environment filling what it does not.
+
+        The command line wins over the environment. Values are not judged here (refusals.py does).
+
+        Raises:
+            ValueError: an environment mirror is set to something that is not an integer.
+        """
+        carried = vars(server_args)
+        stride = carried.get(_STRIDE_ATTRIBUTE)
+        tail = carried.get(_TAIL_ATTRIBUTE)
+        if stride is None:
+            stride = _integer_from_env(ENV_STRIDE)
+        if tail is None:
+            tail = _integer_from_env(ENV_TAIL)
+        return cls(
+            stride=DEFAULT_STRIDE if stride is None else stride,
+            tail_slots=tail,
+            checksum=env_flag(ENV_CHECKSUM),
+            available_dram=carried.get(_DRAM_ATTRIBUTE),
+        )
+
+
+def env_flag(name: str) -> bool:
+    """A boolean environment flag, read as SGLang reads its own (`EnvBool`), at call time."""
+    install_env_fields()
+    from sglang.srt.environ import envs
+
+    return getattr(envs, name).get()
+
+
+def _integer_from_env(name: str) -> int | None:
+    # Not through EnvInt: that falls back to the default on a typo, and a pool of the wrong size
+    # would be the only sign of it.
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} must be an integer, got {text!r}") from None
+
+
+def install_env_fields() -> None:
+    """Declares the feature's environment variables on SGLang's `Envs`. Idempotent."""
+    from sglang.srt.environ import EnvBool, EnvField, EnvInt, Envs
+
+    fields = {
+        ENV_FLAG: EnvBool(False),
+        ENV_ALLOW_NON_HIP: EnvBool(False),
+        ENV_CHECKSUM: EnvBool(False),
+        ENV_STRIDE: EnvInt(DEFAULT_STRIDE),
+        ENV_TAIL: EnvInt(None),
+    }
+    missing = {name: field for name, field in fields.items() if name not in vars(Envs)}
+    if not missing:
+        return
+    # `Envs` closes its own namespace with this switch, so that `a = envs.A` is caught.
+    allowed, EnvField._allow_set_name = EnvField._allow_set_name, True
+    try:
+        for name, field in missing.items():
+            field.__set_name__(Envs, name)
+            setattr(Envs, name, field)
+    finally:
+        EnvField._allow_set_name = allowed
+
+
+def after_add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
+    """AFTER hook on `ServerArgs.add_cli_args`: the feature's two arguments."""
+    group = parser.add_argument_group("bit-exact SWA HiCache (DeepSeek-V4 unified_kv)")
+    # The defaults are None so that an argument that was not given leaves room for its mirror.
+    group.add_argument(
+        STRIDE_ARGUMENT,
+        type=int,
+        default=None,
+        metavar="PAGES",
+        help="Keep the sliding window and the compressor state of every PAGES-th page boundary in "
+        f"host memory (default: {DEFAULT_STRIDE}). A larger stride takes less host memory. Only "
+        f"with {ENV_FLAG}=1. Environment: {ENV_STRIDE}.",
+    )
+    group.add_argument(
+        TAIL_ARGUMENT,
+        type=int,
+        default=None,
+        metavar="SLOTS",
+        help="Host slots for boundaries off the grid, such as the ends of prompts (default: 2 for "
+        f"each request row plus 1 for every 16 full host pages). Only with {ENV_FLAG}=1. "
+        f"Environment: {ENV_TAIL}.",
+    )
+
+
+def after_from_cli_args(server_args: Any, cls: type, args: argparse.Namespace) -> None:
+    """AFTER hook on `ServerArgs.from_cli_args`: puts the arguments' values on the record."""
+    setattr(server_args, _STRIDE_ATTRIBUTE, args.hicache_swa_offload_page_stride)
+    setattr(server_args, _TAIL_ATTRIBUTE, args.hicache_swa_offload_tail_slots)
+
+
+def carry_available_dram(server_args: Any, nbytes: int) -> None:
+    """Puts the launcher's one reading of free host memory on the record, for every rank of it."""
+    setattr(server_args, _DRAM_ATTRIBUTE, nbytes)

@@ -1,0 +1,366 @@
+"""What the feature refuses at startup: a table of rules, each naming the flag to change.
+
+Evaluated only where `engaged()` holds: in the launcher, at SGLang's `handle_hicache` step of
+argument resolution, and again in each scheduler before its cache is built, over the final values and
+the real KV pool. Both come before any host memory is pinned.
+
+Beam search has no rule: it is asked for per request, and SGLang answers such a request with an error
+under HiCache and under a page size above 1 (`BeamCoordinator.validate_and_init`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_bitexact_hicache.constants import C4_RATIO, C128_RATIO, PAGE_SIZE, WINDOW
+from sglang_bitexact_hicache.options import (
+    ENV_FLAG,
+    ENV_STRIDE,
+    ENV_TAIL,
+    STRIDE_ARGUMENT,
+    TAIL_ARGUMENT,
+    Options,
+)
+
+RATIOS = frozenset({0, C4_RATIO, C128_RATIO})
+
+
+@dataclass(frozen=True)
+class Startup:
+    """What the rules judge.
+
+    Attributes:
+        cfg: SGLang's resolved arguments (`resolving_view`); the rules read fields by name.
+        options: this feature's own.
+        page_size: tokens in a page of the prefix cache.
+        window: the model's sliding window, in tokens.
+        ratios: the compression ratios of the model's layers.
+        fp8: whether the two-pool fp8 layout is asked for or in use.
+        online_compress: whether the C128 compressor runs in its online form.
+        hybrid_swa: whether the prefix cache has the components FULL and SWA.
+    """
+
+    cfg: Any
+    options: Options
+    page_size: int
+    window: int
+    ratios: frozenset[int]
+    fp8: bool
+    online_compress: bool
+    hybrid_swa: bool
+
+    @classmethod
+    def of_record(cls, server_args: Any) -> Startup:
+        """From a ServerArgs record, in the launcher."""
+        from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
+        from sglang.srt.environ import envs
+
+        cfg = resolving_view(server_args)
+        hf_config = model_config_of(server_args).hf_config
+        return cls(
+            cfg=cfg,
+            options=Options.of(server_args),
+            page_size=cfg.page_size,
+            window=hf_config.sliding_window,
+            ratios=frozenset(hf_config.compress_ratios),
+            fp8=envs.SGLANG_DSV4_UNIFIED_KV_FP8.get(),
+            online_compress=envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get(),
+            hybrid_swa=not cfg.disable_hybrid_swa_memory,
+        )
+
+    @classmethod
+    def of_context(cls, ctx: Any) -> Startup:
+        """From a `TreeCacheBuildContext` whose KV pool exists, in a scheduler."""
+        from sglang.srt.arg_groups.overrides import resolving_view
+        from sglang.srt.environ import envs
+
+        kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+        return cls(
+            cfg=resolving_view(ctx.server_args),
+            options=Options.of(ctx.server_args),
+            page_size=ctx.params.page_size,
+            window=kvcache.sliding_window,
+            ratios=frozenset(kvcache.compression_ratios),
+            fp8=kvcache._unified_kv_fp8,
+            online_compress=envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get(),
+            hybrid_swa=ctx.is_hybrid_swa and not ctx.is_hybrid_ssm,
+        )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One refusal.
+
+    Attributes:
+        name: a short id.
+        flag: what the user changes, as it is typed; the message starts with it.
+        why: what is wrong with it and what to do.
+        refuses: true when the startup must not go on.
+        planned: refused only until this project supports it.
+    """
+
+    name: str
+    flag: str
+    why: str
+    refuses: Callable[[Startup], bool]
+    planned: bool = False
+
+    def message(self) -> str:
+        """The line that the user reads."""
+        later = " (not supported yet)" if self.planned else ""
+        return f"{self.flag}: {self.why}{later}"
+
+
+def _field(name: str, *allowed: Any) -> Callable[[Startup], bool]:
+    """Refuses any resolved value of a ServerArgs field that is not one of `allowed`."""
+    return lambda s: getattr(s.cfg, name) not in allowed
+
+
+def _prefill_graph(s: Startup) -> bool:
+    # Unresolved on a record without a model; such a record starts no graph runner.
+    graphs = s.cfg.cuda_graph_config
+    return graphs is not None and graphs.prefill.backend != "disabled"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "stride",
+        STRIDE_ARGUMENT,
+        f"must be at least 1 page (also {ENV_STRIDE})",
+        lambda s: s.options.stride < 1,
+    ),
+    Rule(
+        "tail_slots",
+        TAIL_ARGUMENT,
+        f"must not be negative (also {ENV_TAIL})",
+        lambda s: s.options.tail_slots is not None and s.options.tail_slots < 0,
+    ),
+    Rule(
+        "write_policy",
+        "--hicache-write-policy",
+        "must be write_through: what is captured belongs to host pages that exist at once",
+        _field("hicache_write_policy", "write_through"),
+    ),
+    Rule(
+        "hicache_size",
+        "--hicache-size",
+        "SGLang sizes the host pools of DeepSeek-V4 by --hicache-ratio only",
+        lambda s: s.cfg.hicache_size > 0,
+    ),
+    Rule(
+        "host_memory_mode",
+        "--hicache-host-memory-mode",
+        "must be cache: buffer_only keeps no host pages to come back to",
+        _field("hicache_host_memory_mode", "cache"),
+    ),
+    Rule(
+        "page_size",
+        "--page-size",
+        f"must be {PAGE_SIZE}",
+        lambda s: s.page_size != PAGE_SIZE,
+    ),
+    Rule(
+        "window",
+        "--model-path",
+        f"the model's sliding_window must be {WINDOW}",
+        lambda s: s.window != WINDOW,
+    ),
+    Rule(
+        "ratios",
+        "--model-path",
+        f"the model's compress_ratios must be among {sorted(RATIOS)}, with at least one {C4_RATIO}",
+        lambda s: not s.ratios <= RATIOS or C4_RATIO not in s.ratios,
+    ),
+    Rule(
+        "hybrid_swa",
+        "--disable-hybrid-swa-memory",
+        "the prefix cache needs its sliding-window component",
+        lambda s: not s.hybrid_swa,
+    ),
+    Rule(
+        "radix_cache",
+        "--disable-radix-cache",
+        "there is nothing to reuse without the radix cache",
+        _field("disable_radix_cache", False),
+    ),
+    Rule(
+        "radix_cache_backend",
+        "--radix-cache-backend",
+        "only SGLang's built-in cache is supported",
+        _field("radix_cache_backend", None),
+    ),
+    Rule(
+        "session_radix_cache",
+        "--enable-session-radix-cache",
+        "sessions match prefixes past the gate",
+        _field("enable_session_radix_cache", False),
+    ),
+    Rule(
+        "streaming_session",
+        "--enable-streaming-session",
+        "sessions match prefixes past the gate",
+        _field("enable_streaming_session", False),
+    ),
+    Rule(
+        "lmcache",
+        "--enable-lmcache",
+        "another cache would take the place of HiCache",
+        _field("enable_lmcache", False),
+    ),
+    Rule(
+        "flexkv",
+        "--enable-flexkv",
+        "another cache would take the place of HiCache",
+        _field("enable_flexkv", False),
+    ),
+    Rule(
+        "external_linker",
+        "--enable-unified-cache-external-linker",
+        "a linker brings in prefixes whose window and state are unknown",
+        _field("enable_unified_cache_external_linker", False),
+    ),
+    Rule(
+        "hisparse",
+        "--enable-hisparse",
+        "it moves the compressed KV that a hit would use",
+        _field("enable_hisparse", False),
+    ),
+    Rule(
+        "unified_memory",
+        "--enable-unified-memory",
+        "the KV rows of its pools are not those of unified_kv",
+        _field("enable_unified_memory", False),
+    ),
+    Rule(
+        "page_major",
+        "--enable-page-major-kv-layout",
+        "the KV rows of its pools are not those of unified_kv",
+        _field("enable_page_major_kv_layout", False),
+    ),
+    Rule(
+        "kv_sharding",
+        "--enable-kv-cache-sharding",
+        "a rank would hold only some of a prefix's pages",
+        _field("enable_kv_cache_sharding", False),
+    ),
+    Rule(
+        "prefill_only",
+        "--prefill-only-disable-kv-cache",
+        "there is nothing to reuse without a KV cache",
+        _field("prefill_only_disable_kv_cache", False),
+    ),
+    Rule(
+        "prefill_graph",
+        "--cuda-graph-backend-prefill",
+        "must be disabled: the capture runs inside the prefill forward and a graph would skip it",
+        _prefill_graph,
+    ),
+    Rule(
+        "prefill_cp",
+        "--enable-prefill-cp",
+        "context parallelism splits a prompt's window over ranks",
+        _field("enable_prefill_cp", False),
+    ),
+    Rule(
+        "attn_cp",
+        "--attn-cp-size",
+        "context parallelism splits a prompt's window over ranks",
+        _field("attn_cp_size", 1),
+    ),
+    Rule(
+        "dcp",
+        "--dcp-size",
+        "context parallelism splits a prompt's pages over ranks",
+        _field("dcp_size", 1),
+    ),
+    Rule(
+        "two_batch_overlap",
+        "--enable-two-batch-overlap",
+        "one forward would run as two, with other rows than the batch's",
+        _field("enable_two_batch_overlap", False),
+    ),
+    Rule(
+        "pdmux",
+        "--enable-pdmux",
+        "it splits a prefill over several forwards",
+        _field("enable_pdmux", False),
+    ),
+    Rule(
+        "disaggregation",
+        "--disaggregation-mode",
+        "must be null: prefill and decode would be two servers",
+        _field("disaggregation_mode", "null"),
+    ),
+    Rule(
+        "decoupled_spec",
+        "--decoupled-spec-role",
+        "must be null: drafting would be another server's",
+        _field("decoupled_spec_role", "null"),
+    ),
+    Rule(
+        "adaptive_speculation",
+        "--speculative-adaptive",
+        "the number of draft tokens must not change while the server runs",
+        _field("speculative_adaptive", False),
+    ),
+    Rule(
+        "dllm",
+        "--dllm-algorithm",
+        "a diffusion model rewrites tokens that were already cached",
+        _field("dllm_algorithm", None),
+    ),
+    Rule(
+        "online_compress",
+        "SGLANG_OPT_USE_ONLINE_COMPRESS",
+        "must be unset: it leaves C128 state pending at a page boundary",
+        lambda s: s.online_compress,
+    ),
+    Rule(
+        "speculation",
+        "--speculative-algorithm",
+        "must be unset",
+        _field("speculative_algorithm", None),
+        planned=True,
+    ),
+    Rule(
+        "fp8_layout",
+        "SGLANG_DSV4_UNIFIED_KV_FP8",
+        "must be unset",
+        lambda s: s.fp8,
+        planned=True,
+    ),
+    Rule("tp", "--tp-size", "must be 1", _field("tp_size", 1), planned=True),
+    Rule("dp", "--dp-size", "must be 1", _field("dp_size", 1), planned=True),
+    Rule("attn_dp", "--attn-dp-size", "must be 1", _field("attn_dp_size", 1), planned=True),
+    Rule("pp", "--pp-size", "must be 1", _field("pp_size", 1), planned=True),
+    Rule(
+        "storage_backend",
+        "--hicache-storage-backend",
+        "must be unset",
+        _field("hicache_storage_backend", None),
+        planned=True,
+    ),
+)
+"""Every rule, in the order in which it is reported."""
+
+
+def refused(startup: Startup) -> list[Rule]:
+    """The rules that refuse this startup."""
+    return [rule for rule in RULES if rule.refuses(startup)]
+
+
+def check(startup: Startup) -> None:
+    """Refuses a configuration that the feature cannot serve.
+
+    Raises:
+        ValueError: one message with a line for each rule that refuses.
+    """
+    rules = refused(startup)
+    if rules:
+        lines = "".join(f"\n  {rule.message()}" for rule in rules)
+        raise ValueError(
+            f"{ENV_FLAG}=1 cannot run with this configuration; change the flags below or unset "
+            f"it:{lines}"
+        )

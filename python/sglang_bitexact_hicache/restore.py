@@ -1,0 +1,114 @@
+"""Restore: a record's rows back into the rings of the request that was just given a row.
+
+`stage` (when the request is admitted and its row known) starts the copies from host memory into
+device staging on the restore lane; `apply` (on the forward stream, immediately before the forward
+that consumes the rows) waits for them and scatters all layers. On the forward stream neither the
+clear of a fresh row nor a late write of the row's previous owner can come after it. A batch with
+more restores than staging is applied in waves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang_bitexact_hicache.constants import STATE_ROWS, WINDOW
+from sglang_bitexact_hicache.device_view import DeviceView
+from sglang_bitexact_hicache.gather import SpanScatter
+from sglang_bitexact_hicache.host_pool import TruthHostPools
+from sglang_bitexact_hicache.layout import POOLS, WINDOW_POOL
+from sglang_bitexact_hicache.metrics import Counters
+from sglang_bitexact_hicache.staging import DeviceStaging
+from sglang_bitexact_hicache.transfer import CopyLane, Event
+
+
+@dataclass
+class Restore:
+    """One request's pending restore.
+
+    Attributes:
+        row: the request's row (`req_pool_idx`).
+        boundary: the page boundary P that its prefix ends at.
+        host_slot: the locked host slot with the truth of P.
+        written: event of the host bytes (the capture may still be in flight).
+        staging: its staging slot once staged, with `copied`, the event of the staged bytes.
+    """
+
+    row: int
+    boundary: int
+    host_slot: int
+    written: Event | None
+    staging: int | None = None
+    copied: Event | None = None
+
+
+class RestorePipeline:
+    """Device side of restore; see the module's docstring."""
+
+    def __init__(
+        self,
+        view: DeviceView,
+        pools: TruthHostPools,
+        staging_slots: int,
+        lane: CopyLane,
+        counters: Counters,
+        *,
+        pin: bool,
+    ) -> None:
+        self._view = view
+        self._pools = pools
+        self._lane = lane
+        self._counters = counters
+        self._pin = pin
+        self.staging = DeviceStaging(view.layout, staging_slots, view.device)
+
+    def stage(self, restore: Restore) -> bool:
+        """Start a restore's copies if staging has room; otherwise `apply` will, in a later wave."""
+        if not self.staging.free:
+            return False
+        (slot,), busy = self.staging.take(1)
+        after = busy if restore.written is None else [*busy, restore.written]
+        copies = [
+            (self.staging.buffers[pool][slot], self._pools.device_part(pool, restore.host_slot))
+            for pool in POOLS
+        ]
+        restore.copied = self._lane.submit(copies, after)
+        restore.staging = slot
+        return True
+
+    def drop(self, restore: Restore) -> None:
+        """The request went away before its first forward: give its staging back."""
+        if restore.staging is not None:
+            self.staging.give_back([restore.staging], restore.copied)
+
+    def apply(self, restores: Sequence[Restore]) -> None:
+        """Scatter the restores into the rings, on the current (forward) stream."""
+        pending = list(restores)
+        while pending:
+            wave = [r for r in pending if r.staging is not None or self.stage(r)]
+            pending = [r for r in pending if r.staging is None]
+            self._scatter(wave)
+            self._counters.restore_waves += bool(pending)
+
+    def _scatter(self, wave: Sequence[Restore]) -> None:
+        for restore in wave:
+            restore.copied.wait()
+        staging = [r.staging for r in wave]
+        for rows, size, pools in (
+            (WINDOW, self._view.ring_size, (WINDOW_POOL,)),
+            (STATE_ROWS, self._view.state_ring_size, POOLS[1:]),
+        ):
+            scatter = SpanScatter(
+                [r.row for r in wave],
+                [r.boundary for r in wave],
+                rows,
+                size,
+                staging,
+                self._view.device,
+                pin=self._pin,
+            )
+            for pool in pools:
+                for i, ring in enumerate(self._view.rings[pool]):
+                    scatter.run(self.staging.rows(pool, i), ring.buffer)
+        self.staging.give_back(staging, self._lane.mark())
+        self._counters.restored += len(wave)

@@ -1,0 +1,107 @@
+"""How many host slots the truth pools get, what they cost, and when that is refused.
+
+Pure Python. The numbers come from the caller; nothing is read from the machine here, and nothing is
+clamped: a pool that is silently smaller than asked for would look like a cache that forgets.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from sglang_bitexact_hicache.options import STRIDE_ARGUMENT, TAIL_ARGUMENT
+
+logger = logging.getLogger(__name__)
+
+TAIL_SLOTS_PER_ROW = 2
+"""Slots off the grid for each request row: the two points of a prompt where a repeat resumes."""
+
+TAIL_PAGES_PER_SLOT = 16
+"""One more slot off the grid for this many full host pages."""
+
+WARN_BYTES = 16 * 10**9
+"""Above this the pools' size is reported as a warning."""
+
+DRAM_FRACTION = 0.9
+"""The part of the free host memory that the pools of all ranks on a host may take together."""
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """The truth pools of one rank.
+
+    Attributes:
+        grid_slots: slots for every `stride`-th page of the host cache.
+        tail_slots: slots for boundaries off the grid.
+        slot_bytes: host bytes of one slot over the three pools.
+    """
+
+    grid_slots: int
+    tail_slots: int
+    slot_bytes: int
+
+    @property
+    def slots(self) -> int:
+        """Slots of each of the three pools, which share one slot space."""
+        return self.grid_slots + self.tail_slots
+
+    @property
+    def nbytes(self) -> int:
+        """Host bytes of the three pools."""
+        return self.slots * self.slot_bytes
+
+
+def size(
+    *,
+    full_host_pages: int,
+    stride: int,
+    request_rows: int,
+    slot_bytes: int,
+    tail_slots: int | None = None,
+) -> Sizing:
+    """The pools' size.
+
+    Args:
+        full_host_pages: pages (256 tokens) of the host cache of the compressed KV.
+        stride: pages between two boundaries of the grid, at least 1.
+        request_rows: requests that can run at once (rows of the ReqToTokenPool).
+        slot_bytes: host bytes of one slot (`RecordLayout.slot_bytes`).
+        tail_slots: slots off the grid, None for 2 a row and 1 for every 16 pages.
+    """
+    if tail_slots is None:
+        tail_slots = TAIL_SLOTS_PER_ROW * request_rows + full_host_pages // TAIL_PAGES_PER_SLOT
+    return Sizing(-(-full_host_pages // stride), tail_slots, slot_bytes)
+
+
+def check(sizing: Sizing, *, stride: int, available_dram: int, ranks: int) -> None:
+    """Warns of a large size and refuses one that host memory cannot hold.
+
+    Args:
+        sizing: the pools of one rank.
+        stride: the stride they were sized with, for the message.
+        available_dram: free bytes of host memory, one reading for the host.
+        ranks: ranks on this host, each with pools of its own (TP, PP and DP counted).
+
+    Raises:
+        ValueError: the pools have no slot, or take more than 0.9 of each rank's share of the memory.
+    """
+    numbers = (
+        f"{sizing.grid_slots} slots on the grid (stride {stride}) and {sizing.tail_slots} off it, "
+        f"{sizing.slot_bytes} bytes each, {sizing.nbytes / 1e9:.2f} GB of pinned host memory a rank"
+    )
+    if sizing.slots <= 0:
+        raise ValueError(
+            f"the bit-exact SWA pools would hold nothing: {numbers}. Raise --hicache-ratio or "
+            f"{TAIL_ARGUMENT}."
+        )
+    allowed = DRAM_FRACTION * available_dram / ranks
+    if sizing.nbytes > allowed:
+        raise ValueError(
+            f"the bit-exact SWA pools do not fit in host memory: {numbers}, but {ranks} rank(s) on "
+            f"this host may take {allowed / 1e9:.2f} GB each (0.9 of {available_dram / 1e9:.2f} GB "
+            f"free). Raise {STRIDE_ARGUMENT}, or lower {TAIL_ARGUMENT} or --hicache-ratio."
+        )
+    if sizing.nbytes > WARN_BYTES:
+        logger.warning("bit-exact SWA pools: %s; %s makes them smaller", numbers, STRIDE_ARGUMENT)
+    else:
+        logger.info("bit-exact SWA pools: %s", numbers)

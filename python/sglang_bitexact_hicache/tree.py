@@ -1,0 +1,610 @@
+"""The seam to SGLang's prefix cache: identity rides the tree's commits, the gate its validators.
+
+Four subclasses of stock classes and nothing else:
+
+* `BxFull`: where a node's device and host copies are born, split, moved and lost.
+* `BxSWA`: the gate, and the two insert hooks that stock offers to no other component.
+* `BxTreeCore`: the storage insert, which no component hook sees.
+* `BxCache`: the match that lands on the gate's boundary, the re-checks, the rows of requests.
+
+The SWA component keeps no host pool: truth is neither in `host_value` nor moved with nodes. Node
+copies live in `BxCache.copies` (by node id), rows in `BxCache.rows` (by request object); nothing is
+added to nodes or requests. No tensor is read here, only whether it is None, so nothing synchronises
+with the device.
+
+`tree_writers.py` checks at startup that stock writes FULL's `value` and `host_value` nowhere else
+than where these hooks look.
+
+Scheduler thread only, like everything in SGLang's tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from sglang.srt.mem_cache.base_prefix_cache import InsertResult, MatchResult
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import (
+    CacheTransferPhase,
+    ComponentType,
+    FullComponent,
+    SWAComponent,
+)
+from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
+from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
+    get_tree_core_factory,
+    register_tree_core_backend,
+)
+from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from sglang_bitexact_hicache.gate import GateCounters, Walk, chain_end
+from sglang_bitexact_hicache.lineage import (
+    ROOT,
+    UNKNOWN,
+    Copy,
+    CopyTable,
+    LineageError,
+    Row,
+    RowTable,
+)
+from sglang_bitexact_hicache.truth import TruthStore
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import (
+        InitLoadBackParams,
+        InsertParams,
+        MatchPrefixParams,
+    )
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+FULL = ComponentType.FULL
+SWA = ComponentType.SWA
+TREE_CORE_NAME = "bitexact_hicache"
+"""Name of `BxTreeCore` in SGLang's tree core registry."""
+
+
+class BxFull(FullComponent):
+    """Follows the copies of every node: the one component that owns `value` and `host_value`."""
+
+    cache: BxCache
+
+    def prepare_for_caching_req(
+        self, req: Req, insert_params: InsertParams, token_ids_len: int, is_finished: bool
+    ) -> int | None:
+        """Tells the insert that follows whose pages it brings (FullComponent: no-op)."""
+        self.cache.insert_announced(req, insert_params, token_ids_len)
+        return super().prepare_for_caching_req(req, insert_params, token_ids_len, is_finished)
+
+    def cleanup_after_caching_req(
+        self,
+        req: Req,
+        is_finished: bool,
+        insert_result: InsertResult | None = None,
+        insert_params: InsertParams | None = None,
+    ) -> None:
+        """Moves the row onto the tree's pages that stock gave it (FullComponent: no-op)."""
+        super().cleanup_after_caching_req(req, is_finished, insert_result, insert_params)
+        self.cache.insert_settled(req, inserted=insert_result is not None, finished=is_finished)
+
+    def commit_insert_component_data(
+        self,
+        node: UnifiedTreeNode,
+        is_new_leaf: bool,
+        params: InsertParams,
+        result: InsertResult,
+        cache_actions: list,
+    ) -> None:
+        """New leaf (UnifiedTreeCore._add_new_node): its pages are the inserting row's.
+
+        FULL runs before SWA, which may split the leaf; BxCache checks the order.
+        """
+        super().commit_insert_component_data(
+            node=node,
+            is_new_leaf=is_new_leaf,
+            params=params,
+            result=result,
+            cache_actions=cache_actions,
+        )
+        if is_new_leaf:
+            self.cache.device_rows_from_insert(node, params, result.prefix_len)
+
+    def redistribute_on_node_split(
+        self, new_parent: UnifiedTreeNode, child: UnifiedTreeNode
+    ) -> None:
+        """Split (UnifiedTreeCore._split_node): cut the identities where the rows are cut."""
+        super().redistribute_on_node_split(new_parent, child)
+        self.cache.copies.split(new_parent.id, child.id, self.cache.pages_of(new_parent))
+
+    def commit_hicache_transfer(
+        self,
+        node: UnifiedTreeNode,
+        phase: CacheTransferPhase,
+        transfers: list = (),
+        **kwargs: Any,
+    ) -> None:
+        """Backup and load-back: the copied rows have the identity of the rows they come from.
+
+        Stock commits when the copy is queued and locks the node until it is done, so the queued
+        copy moves the bytes that are labelled here.
+        """
+        super().commit_hicache_transfer(node, phase, transfers, **kwargs)
+        if not transfers:
+            return
+        copies, pages_of = self.cache.copies, self.cache.pages_of
+        transfer = transfers[0]
+        if phase == CacheTransferPhase.BACKUP_HOST and transfer.host_indices is not None:
+            copies.backed_up(node.id, pages_of(node))
+        elif phase == CacheTransferPhase.LOAD_BACK and transfer.device_indices is not None:
+            for node_id in transfer.nodes_to_load or ():
+                copies.loaded_back(node_id, pages_of(self.tree_core.node_by_id(node_id)))
+
+    def evict_component(
+        self,
+        node: UnifiedTreeNode,
+        device_frees: dict,
+        host_frees: dict,
+        cache_actions: list,
+        target: EvictLayer = EvictLayer.DEVICE,
+    ) -> tuple[int, int]:
+        """Eviction, demotion and deletion of either layer: the copy is gone."""
+        freed = super().evict_component(node, device_frees, host_frees, cache_actions, target)
+        if EvictLayer.DEVICE in target:
+            self.cache.copies.set_device(node.id, None)
+        if EvictLayer.HOST in target:
+            self.cache.copies.set_host(node.id, None)
+        return freed
+
+
+class BxSWA(SWAComponent):
+    """The gate. SWA rows of a ring mean nothing to another request, so nothing of them is kept."""
+
+    cache: BxCache
+
+    def create_match_validator(
+        self, match_device_only: bool = False
+    ) -> Callable[[UnifiedTreeNode], bool]:
+        """Both validator sets demand truth at the end of an unbroken chain.
+
+        Device-only too: a request whose load-back is declined continues at the device anchor.
+        """
+        cache = self.cache
+        walk = cache.start_walk(match_device_only)
+        copies, pages_of = cache.copies, cache.pages_of
+
+        def accepts(node: UnifiedTreeNode) -> bool:
+            known = copies.of(node.id)
+            data = node.component_data[FULL]
+            if data.value is not None:
+                copy = known.dev
+            elif match_device_only or data.host_value is None:
+                copy = None
+            else:
+                copy = known.host
+            return walk.step(copy, pages_of(node))
+
+        return accepts
+
+    def finalize_match_result_in_tree_core(
+        self,
+        result: MatchResult,
+        params: MatchPrefixParams,
+        value_chunks: list,
+        best_value_len: int,
+    ) -> MatchResult:
+        """No SWA host hit to load and no branch point: stock derives both from SWA rows."""
+        return result
+
+    def recover_after_unevict(
+        self,
+        node: UnifiedTreeNode,
+        prefix_len: int,
+        total_prefix_len: int,
+        params: InsertParams,
+        result: InsertResult,
+        cache_actions: list,
+    ) -> None:
+        """UnifiedTreeCore._unevict_node_on_insert gave the node the inserting row's pages.
+
+        Before super(), which may split the node. Stock calls this hook on SWA only.
+        """
+        self.cache.device_rows_from_insert(node, params, total_prefix_len)
+        super().recover_after_unevict(
+            node=node,
+            prefix_len=prefix_len,
+            total_prefix_len=total_prefix_len,
+            params=params,
+            result=result,
+            cache_actions=cache_actions,
+        )
+
+    def update_component_on_insert_overlap(
+        self,
+        node: UnifiedTreeNode,
+        prefix_len: int,
+        total_prefix_len: int,
+        value_slice: Any,
+        params: InsertParams,
+        result: InsertResult,
+        cache_actions: list,
+    ) -> int:
+        """Overlap keeps the tree's rows: stock would re-point nodes to revive their SWA rows."""
+        return prefix_len
+
+
+class BxTreeCore(UnifiedTreeCore):
+    """The Python tree core with the one writer of host rows that no component hook sees."""
+
+    def insert_host(
+        self, node_id: int, key: RadixKey, host_value: Any, hash_value: list[str]
+    ) -> InsertResult:
+        """Storage insert: the pages it brings have no identity until a record proves one.
+
+        Dropped whole below a node without a host copy: stock guards only the new-node case, and
+        refilling a resident child there would leave it backed up under a parent that is not.
+        """
+        cache: BxCache = self.components_by_type[FULL].cache
+        anchor = self.node_by_id(node_id)
+        if anchor is not self.root_node and not anchor.backuped:
+            cache.gate_counters.host_inserts_dropped += 1
+            return InsertResult(prefix_len=0, total_len=len(key), host_insert_dropped=True)
+        result = super().insert_host(node_id, key, host_value, hash_value)
+        node, position = anchor, 0
+        while position < len(key):
+            node = node.children.get(key.child_key_at(position, self.page_size))
+            if node is None:
+                break
+            if node.backuped and cache.copies.of(node.id).host is None:
+                pages = cache.pages_of(node)
+                cache.copies.set_host(node.id, Copy.unknown(pages))
+                cache.gate_counters.unknown_pages += pages
+            position += len(node.key)
+        return result
+
+
+class BxCache(UnifiedRadixCache):
+    """UnifiedRadixCache whose hits end only where they are exact.
+
+    Built like the stock class (`create_unified_radix_cache(..., cache_class=BxCache)`); it brings
+    its own components and tree core. `attach_truth` gives it the store once its size is known;
+    until then an empty store refuses every hit.
+    """
+
+    def __init__(self, params: CacheInitParams) -> None:
+        if params.is_eagle:
+            raise ValueError(
+                "strict bit-exact HiCache does not support EAGLE keys yet: "
+                "unset --speculative-algorithm"
+            )
+        if tuple(params.tree_components or ()) != (FULL, SWA):
+            raise ValueError(
+                "strict bit-exact HiCache needs a tree of exactly FULL and SWA, in this order, "
+                f"got {params.tree_components}"
+            )
+        self.truth_runtime: Any = None
+        """The byte side (runtime.TruthRuntime), set by the factory. Its `forget(req)` is called when
+        a request gives its row back, its `flush()` on a flush, before the store is reset."""
+        self.gate_counters = GateCounters()
+        # Before the base constructor, which ends with a reset.
+        self._page_size = params.page_size
+        self._walks: dict[bool, Walk] = {}
+        self._insert_of: tuple[InsertParams, Row] | None = None
+        # Only reported, never decided on, so it may end with the request object.
+        self._loaded_tokens: WeakKeyDictionary[Req, int] = WeakKeyDictionary()
+        self._use_store(TruthStore(0))
+        _register_tree_core()
+        super().__init__(
+            dataclasses.replace(
+                params,
+                tree_core_backend=TREE_CORE_NAME,
+                component_registry_override={
+                    **(params.component_registry_override or {}),
+                    FULL: BxFull,
+                    SWA: BxSWA,
+                },
+            )
+        )
+
+    # ---- truth and rows: what the byte side calls
+
+    def attach_truth(self, store: TruthStore) -> None:
+        """Use this store from now on. Raises ValueError once the tree holds anything."""
+        if len(self.copies) or len(self.rows):
+            raise ValueError("truth can only be attached to an empty cache")
+        self._use_store(store)
+
+    def row_taken(self, req: Req) -> None:
+        """A request that held no KV before has its row: from `last_node` and `prefix_len`.
+
+        Call AFTER ScheduleBatch.prepare_for_extend. A row left from before a retraction is closed.
+        """
+        base = req.prefix_len // self._page_size
+        self.rows.open(req, self._tail(req.last_node, base), base)
+
+    def row_launched(self, req: Req, pages: int) -> None:
+        """The forward that completes the row's first `pages` pages is launched. Idempotent."""
+        row = self.rows.get(req)
+        if row is not None:
+            row.upto(pages)
+
+    def row_lineage(self, req: Req, pages: int) -> int:
+        """Lineage of the row's own page that ends at boundary `pages`.
+
+        UNKNOWN (which no truth can be published for) where the page is the tree's, is not launched
+        yet, or the request has no row.
+        """
+        row = self.rows.get(req)
+        return UNKNOWN if row is None else row.id_of(pages)
+
+    def row_dropped(self, req: Req) -> None:
+        """The request lost its row (finish, abort, retraction). Idempotent.
+
+        Every release of a KV row comes here by itself, through `on_release`.
+        """
+        self.rows.drop(req)
+
+    def final_truth(self, req: Req) -> tuple[int, int] | None:
+        """(lineage, slot) of the truth at the request's final `prefix_len`, which must be > 0.
+
+        Re-checked over the device copies as they are now: None when they do not hang together, do
+        not end at `prefix_len`, or have no truth there. The gate admitted the prefix, so None is a
+        bug of ours.
+        """
+        if req.prefix_len <= 0:
+            raise ValueError(f"request {req.rid} has no prefix to restore")
+        path = self._path(req.last_node)
+        if sum(len(node.key) for node in path) != req.prefix_len:
+            return None
+        lineage = chain_end(self.copies.of(node.id).dev for node in path)
+        slot = None if lineage is None else self.store.lookup(lineage)
+        return None if slot is None else (lineage, slot)
+
+    def pop_loaded_tokens(self, req: Req) -> int:
+        """Tokens that the request's load-back copied from host memory; 0 when asked again.
+
+        Stock reports everything between the two anchors as loaded; with the gate, part of that may
+        have been on the device all along.
+        """
+        return self._loaded_tokens.pop(req, 0)
+
+    def check_integrity(self) -> None:
+        """Raise LineageError or SlotError where tables, tree and store disagree.
+
+        O(tree); for tests and debugging, beside stock's `sanity_check`.
+        """
+        nodes = [n for n in self.tree_core._collect_all_nodes() if n.parent is not None]
+        for node in nodes:
+            known, data = self.copies.of(node.id), node.component_data[FULL]
+            for tier, copy, rows in (
+                ("device", known.dev, data.value),
+                ("host", known.host, data.host_value),
+            ):
+                if (copy is None) != (rows is None):
+                    raise LineageError(f"node {node.id}: {tier} rows and identity disagree")
+                if copy is not None and len(copy) != self.pages_of(node):
+                    raise LineageError(f"node {node.id}: {tier} identity of another length")
+        strays = {node_id for node_id, _ in self.copies.items()} - {node.id for node in nodes}
+        if strays:
+            raise LineageError(f"copies of nodes that left the tree: {sorted(strays)}")
+        expected = self.copies.count_references() + self.rows.count_references()
+        held = self.store.lineages.references()
+        if held != dict(expected):
+            wrong = sorted(set(held.items()) ^ set(expected.items()))
+            raise LineageError(f"reference counts differ: {wrong}")
+        self.store.check_integrity()
+
+    # ---- overrides
+
+    def swa_reprefill_tail_tokens(self, req: Req | None = None) -> int:
+        """0: the window is restored, so no tail of a hit has to be computed again."""
+        return 0
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, int] | None:
+        """Declines where the path no longer is what was matched.
+
+        Nothing locks the resident pages below the device anchor between match and load-back. If
+        they were demoted meanwhile, the hit would use their host copies: another lineage.
+        """
+        path = self._path(params.best_match_node)
+        lineage = chain_end(self._copy_to_use(node) for node in path)
+        if lineage is None or lineage not in self.store:
+            self.gate_counters.load_backs_declined += 1
+            return 0, params.req.last_node
+        off_device = sum(len(node.key) for node in path if node.evicted)
+        outcome = super().init_load_back(params)
+        if outcome is not None and outcome[0] > 0:
+            self._loaded_tokens[params.req] = off_device
+        return outcome
+
+    def on_release(self, req: Req, *, checkpointed: bool) -> None:
+        """Every release of a KV row ends the request's row here, whatever came before."""
+        super().on_release(req, checkpointed=checkpointed)
+        self.row_dropped(req)
+        self._loaded_tokens.pop(req, None)
+        if self.truth_runtime is not None:
+            self.truth_runtime.forget(req)
+
+    def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
+        """Ends the match at the deepest page that the gate accepts, cutting a node if need be.
+
+        The validators judge node ends. Where a page inside a node is deeper, the match is repeated
+        with a shorter key, which makes the tree split there; the split stays, so this happens once
+        per boundary. The device set is cut too: a declined load-back must find its boundary.
+        """
+        self._walks.clear()
+        result = super()._match_tree(params)
+        self.gate_counters.matches += 1
+        if result.last_visited_node_id is None:
+            return result
+        device = self._walks[True]
+        # Without HiCache stock builds the device set only.
+        host = self._walks.get(False, device)
+        device_best, host_best = device.best, host.best
+        device_goal, host_goal = device.deepest(), host.deepest()
+        cut_for_device = device_best < device_goal < host_goal
+        if cut_for_device:
+            self.gate_counters.device_walks += 1
+            super()._match_tree(self._limited(params, device_goal))
+        if cut_for_device or host_goal > host_best:
+            self.gate_counters.second_walks += 1
+            gated = super()._match_tree(self._limited(params, host_goal))
+            # How far the KV itself reaches is a fact of the whole key.
+            result = gated._replace(full_kv_hit_length=result.full_kv_hit_length)
+        return result
+
+    def _reset_full(self) -> None:
+        """Flush: tree, identities, rows and truths go together. The base constructor runs it too."""
+        if self.truth_runtime is not None:
+            self.truth_runtime.flush()
+        super()._reset_full()
+        self._insert_of = None
+        self._walks.clear()
+        self.copies.clear()
+        self.rows.clear()
+        self._loaded_tokens.clear()
+        self.store.reset()
+
+    # ---- called by the components
+
+    def pages_of(self, node: UnifiedTreeNode) -> int:
+        """Pages of a node; keys in the tree are always whole pages."""
+        return len(node.key) // self._page_size
+
+    def start_walk(self, match_device_only: bool) -> Walk:
+        """The gate's state for one validator set of the match that begins."""
+        walk = self._walks[match_device_only] = Walk(self.store)
+        return walk
+
+    def insert_announced(self, req: Req, insert_params: InsertParams, tokens: int) -> None:
+        """The next insert with these params brings the pages of this request's row."""
+        row = self.rows.get(req)
+        if row is not None:
+            row.upto(tokens // self._page_size)
+            self._insert_of = (insert_params, row)
+
+    def insert_settled(self, req: Req, *, inserted: bool, finished: bool) -> None:
+        """The insert is over; stock has moved the request's row and lock onto the tree's pages."""
+        self._insert_of = None
+        row = self.rows.get(req)
+        if row is None:
+            return
+        if finished:
+            self.rows.drop(req)
+        elif inserted:
+            base = req.kv.cache_protected_len // self._page_size
+            row.rebase(self._tail(req.last_node, base), base)
+
+    def device_rows_from_insert(
+        self, node: UnifiedTreeNode, params: InsertParams, start: int
+    ) -> None:
+        """The node, which begins at token `start`, took the inserting request's device rows."""
+        pages = self.pages_of(node)
+        # By identity of the params: an insert that nobody announced brings unknown pages.
+        if self._insert_of is not None and self._insert_of[0] is params:
+            copy = self._insert_of[1].take(start // self._page_size, pages)
+        else:
+            copy = Copy.unknown(pages)
+        self.gate_counters.unknown_pages += copy.ids.count(UNKNOWN)
+        self.copies.set_device(node.id, copy)
+
+    # ---- internals
+
+    def _use_store(self, store: TruthStore) -> None:
+        self.store = store
+        self.copies = CopyTable(store.lineages)
+        self.rows = RowTable(store.lineages)
+
+    def _limited(self, params: MatchPrefixParams, pages: int) -> MatchPrefixParams:
+        key = params.key
+        limited = RadixKey(
+            key.token_ids,
+            key.extra_key,
+            is_bigram=key.is_bigram,
+            limit=pages * self._page_size,
+            cache_salt=key.cache_salt,
+        )
+        return dataclasses.replace(params, key=limited)
+
+    def _path(self, node_id: int) -> list[UnifiedTreeNode]:
+        """The nodes from below the root to the node, root first."""
+        path = []
+        node = self.tree_core.node_by_id(node_id)
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        return path
+
+    def _copy_to_use(self, node: UnifiedTreeNode) -> Copy | None:
+        """What a hit uses of the node now: device where the node is on the device, else host."""
+        known = self.copies.of(node.id)
+        return known.host if node.evicted else known.dev
+
+    def _tail(self, node_id: int, base: int) -> int:
+        """Lineage of the last of the `base` pages that a row shares with the tree."""
+        if base == 0:
+            return ROOT
+        copy = self.copies.of(node_id).dev
+        return UNKNOWN if copy is None else copy.last_id
+
+
+OVERRIDES: dict[type, tuple[str, ...]] = {
+    BxFull: (
+        "prepare_for_caching_req",
+        "cleanup_after_caching_req",
+        "commit_insert_component_data",
+        "redistribute_on_node_split",
+        "commit_hicache_transfer",
+        "evict_component",
+    ),
+    BxSWA: (
+        "create_match_validator",
+        "finalize_match_result_in_tree_core",
+        "recover_after_unevict",
+        "update_component_on_insert_overlap",
+    ),
+    BxTreeCore: ("insert_host",),
+    BxCache: (
+        "swa_reprefill_tail_tokens",
+        "init_load_back",
+        "on_release",
+        "_match_tree",
+        "_reset_full",
+    ),
+}
+"""Every stock method that these classes override, for `check_overrides` and for the seam table."""
+
+
+def check_overrides() -> None:
+    """Raise ValueError naming each override whose stock method is gone or takes other parameters."""
+    problems = []
+    for ours, names in OVERRIDES.items():
+        stock = ours.__bases__[0]
+        for name in names:
+            target = getattr(stock, name, None)
+            if target is None:
+                problems.append(f"{stock.__qualname__}.{name} is not there")
+                continue
+            theirs = set(inspect.signature(target).parameters)
+            taken = inspect.signature(vars(ours)[name]).parameters
+            open_ended = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+            missing = theirs - set(taken)
+            invented = {p for p in taken if taken[p].kind is not taken[p].VAR_KEYWORD} - theirs
+            if invented or (missing and not open_ended):
+                problems.append(f"{stock.__qualname__}.{name} takes ({', '.join(sorted(theirs))})")
+    if problems:
+        raise ValueError(
+            "strict bit-exact HiCache does not fit this SGLang's prefix cache: "
+            + "; ".join(problems)
+        )
+
+
+def _register_tree_core() -> None:
+    if get_tree_core_factory(TREE_CORE_NAME) is None:
+        register_tree_core_backend(TREE_CORE_NAME, BxTreeCore)

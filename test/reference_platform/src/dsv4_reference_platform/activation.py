@@ -1,0 +1,37 @@
+"""The two SGLang entry points of the reference platform.
+
+Both do nothing unless ``SGLANG_PLATFORM=dsv4_reference`` names this platform, so the
+distribution may stay installed beside a normal SGLang. SGLang calls ``activate`` when it looks
+for its platform and ``register`` when it loads general plugins, in every process of a server.
+"""
+
+from __future__ import annotations
+
+import os
+
+PLATFORM_NAME = "dsv4_reference"
+
+
+def selected() -> bool:
+    """Whether ``SGLANG_PLATFORM`` names this platform."""
+    return os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME
+
+
+def activate() -> str | None:
+    """Entry point of the group ``sglang.srt.platforms``: the platform class by name, or None."""
+    if not selected():
+        return None
+    return "dsv4_reference_platform.cpu_platform:ReferenceCpuPlatform"
+
+
+def register() -> None:
+    """Entry point of the group ``sglang.srt.plugins``: opens the unified_kv gate.
+
+    Every process of a server gets this, so that all of them resolve the same memory layout;
+    the kernels are installed by the platform object, in the process that owns a model runner.
+    """
+    if not selected():
+        return
+    from dsv4_reference_platform import install
+
+    install.open_unified_kv_gate()

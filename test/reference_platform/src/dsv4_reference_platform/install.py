@@ -1,0 +1,174 @@
+"""Every SGLang name that the reference platform replaces, and the code that replaces it.
+
+``KERNELS`` is the table: stock dotted name -> function of ``dsv4_reference_platform.kernels``
+that does the same job in plain torch. ``install`` puts each function at its stock name and at
+every name in a loaded SGLang module that was bound to the same object earlier (``from x import
+f``). The rest of the module is what is not a kernel: the gates that ask for HIP, the rope
+factory, host memory registration, dummy weights.
+
+Nothing here replaces a function of the request path above the kernels (scheduler, memory pools,
+cache tree, attention backend methods): those run as they are in production.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dsv4_reference_platform import invariant, weights
+
+_DSV4 = "sglang.kernels.ops.attention.dsv4"
+_OURS = "dsv4_reference_platform.kernels"
+
+KERNELS: dict[str, str] = {
+    # name of the stock kernel: module.function below _OURS
+}
+
+# HiCache copy kernels exist only where sgl_kernel does; elsewhere the importing modules simply
+# lack the names, so they are put into each module that would have imported them.
+_TRANSFER_USERS = (
+    "sglang.srt.mem_cache.memory_pool_host",
+    "sglang.srt.mem_cache.pool_host.mha",
+    "sglang.srt.mem_cache.pool_host.mla",
+    "sglang.srt.mem_cache.pool_host.unified",
+    "sglang.srt.mem_cache.pool_host.dsa",
+)
+
+_installed = False
+
+
+def install() -> None:
+    """Install every replacement in this process; a second call does nothing.
+
+    Raises:
+        AttributeError, ImportError: this SGLang has no such name (wrong version).
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    invariant.install()
+    open_unified_kv_gate()
+    _install_kernels()
+    _install_transfers()
+    _install_model_shims()
+
+
+def open_unified_kv_gate() -> None:
+    """Make ``is_unified_kv_triton`` depend on its environment variable alone.
+
+    Only the gate's own view of ``is_hip`` changes; everything else still sees a CPU.
+    """
+    gate = importlib.import_module("sglang.srt.layers.attention.dsv4.unified_kv_gate")
+    gate.is_hip = lambda: True
+    gate.is_unified_kv_triton.cache_clear()
+    gate.is_unified_kv_fp8.cache_clear()
+
+
+def drop_chat_encoder() -> None:
+    """Serve without DeepSeek's chat prompt encoder where its package is not installed.
+
+    SGLang builds the encoder when the HTTP server starts. /generate and /v1/completions do not
+    use it; /v1/chat/completions is not offered on this platform.
+    """
+    if importlib.util.find_spec("deepseek_recipe") is None:
+        adapters = importlib.import_module(
+            "sglang.srt.entrypoints.openai.chat_encoding_adapters"
+        )
+        adapters._BUILDERS["dsv4"]["builtin"] = lambda context: None
+
+
+def add_hip_rope_tables(model: torch.nn.Module) -> None:
+    """Give each attention layer the bf16 ``cos_cache``/``sin_cache`` that it builds on HIP.
+
+    The decode path's fused store reads them; shape [max_positions, 1, 1, rope_dim / 2].
+    """
+    for layer in model.modules():
+        if type(layer).__name__ == "MQALayer":
+            table = layer.freqs_cis
+            layer.cos_cache = table.real.to(torch.bfloat16)[:, None, None, :].contiguous()
+            layer.sin_cache = table.imag.to(torch.bfloat16)[:, None, None, :].contiguous()
+
+
+def rebind(target: str, ours: Callable[..., Any]) -> None:
+    """Put ``ours`` at the dotted name ``target`` and wherever a module bound the stock object.
+
+    Raises:
+        AttributeError, ImportError: there is no such name.
+    """
+    owner_name, _, name = target.rpartition(".")
+    owner = pkgutil.resolve_name(owner_name)
+    # Through __dict__: a static method must be replaced by a static method.
+    stock = vars(owner)[name]
+    if isinstance(owner, type):
+        setattr(owner, name, staticmethod(ours) if isinstance(stock, staticmethod) else ours)
+        return
+    for module_name, module in list(sys.modules.items()):
+        if module is None or not module_name.startswith("sglang"):
+            continue
+        for bound, value in list(vars(module).items()):
+            if value is stock:
+                setattr(module, bound, ours)
+
+
+def _install_kernels() -> None:
+    for target, ours in KERNELS.items():
+        rebind(target, pkgutil.resolve_name(f"{_OURS}.{ours}"))
+
+
+def _install_transfers() -> None:
+    transfer = importlib.import_module(f"{_OURS}.transfer_kv")
+    kernels = {name: f for name, f in vars(transfer).items() if name.startswith("transfer_kv_")}
+    for user in _TRANSFER_USERS:
+        module = importlib.import_module(user)
+        for name, kernel in kernels.items():
+            setattr(module, name, kernel)
+    # There is no device to register host memory with.
+    rebind("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _no_host_registration)
+
+
+def _no_host_registration(*_args: Any, **_kwargs: Any) -> None:
+    """Stands for ``_cuda_host_register``: host memory stays ordinary memory."""
+
+
+def _install_model_shims() -> None:
+    rebind(
+        "sglang.srt.model_loader.weight_utils.initialize_dummy_weights", weights.initialize_weights
+    )
+    rebind("sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper", _rope_wrapper)
+    # SGLang refuses out-of-tree platforms where it has no seam for their memory pool; the pool
+    # classes themselves run on CPU tensors as they are.
+    rebind("sglang.srt.platforms.interface.reject_out_of_tree_path", _accept_out_of_tree_path)
+    rebind(
+        "sglang.srt.layers.attention.deepseek_v4_backend_hip_radix._create_flashmla_metadata",
+        _no_flashmla_metadata,
+    )
+    registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
+    registry.ATTENTION_BACKENDS["dsv4"] = _hip_radix_backend
+
+
+def _rope_wrapper(*args: Any, device: str | None = None, **kwargs: Any) -> Any:
+    """Stands for ``get_rope_wrapper``, whose cpu arm knows only the AMX kernel's rope."""
+    factory = importlib.import_module("sglang.srt.layers.rotary_embedding.factory")
+    return factory.get_rope(*args, **kwargs)
+
+
+def _accept_out_of_tree_path(*_args: Any, **_kwargs: Any) -> None:
+    """Stands for ``reject_out_of_tree_path``."""
+
+
+def _no_flashmla_metadata() -> None:
+    """Stands for ``_create_flashmla_metadata``, which returns None on HIP."""
+    return None
+
+
+def _hip_radix_backend(runner: Any) -> Any:
+    """Stands for the "dsv4" attention backend factory, which asks whether this is HIP."""
+    module = importlib.import_module("sglang.srt.layers.attention.deepseek_v4_backend_hip_radix")
+    return module.DeepseekV4HipRadixBackend(runner)

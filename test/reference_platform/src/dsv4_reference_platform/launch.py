@@ -1,0 +1,353 @@
+"""Start, ask and stop a stock SGLang server on the reference platform.
+
+Used by the demo and by the tests::
+
+    with Server(args=["--chunked-prefill-size", "512"], env={"SGLANG_PLUGINS": "dsv4_reference"}) as s:
+        text = s.complete("Once upon a time", max_tokens=8)
+        answer = s.generate([5, 6, 7] * 100, max_new_tokens=4)
+        print(answer.ids, answer.logprobs, answer.cached_tokens)
+        s.flush_cache()
+
+No SGLang import here: the client side needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MODEL_PATH = Path(__file__).parent / "model"
+
+# What the unified_kv path asks of the environment when no GPU kernel library is there.
+PLATFORM_ENV = {
+    "SGLANG_PLATFORM": "dsv4_reference",
+    "SGLANG_HACK_FLASHMLA_BACKEND": "unified_kv_triton",
+    # Torch formulas where SGLang has one beside its compiled kernel.
+    "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1",
+    "SGLANG_OPT_USE_TOPK_V2": "0",
+    "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0",
+    "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0",
+    "SGLANG_OPT_USE_TILELANG_MHC_POST": "0",
+    # A Triton kernel outside the replaced ones still runs (slowly) instead of failing.
+    "TRITON_INTERPRET": "1",
+    # Same bits for the same product, wherever the operands lie in memory.
+    "MKL_CBWR": "AUTO",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+# What the platform needs; nothing here is about HiCache or the feature.
+PLATFORM_ARGS = (
+    "--load-format", "dummy",
+    "--device", "cpu",
+    "--attention-backend", "dsv4",
+    "--page-size", "256",
+    "--dsa-topk-backend", "torch",
+    "--mem-fraction-static", "0.3",
+    "--skip-server-warmup",
+)  # fmt: skip
+
+# The flags of the request that apply on one CPU rank.
+REQUEST_ARGS = (
+    "--swa-full-tokens-ratio", "0.1",
+    "--enable-cache-report",
+    "--enable-hierarchical-cache",
+    "--hicache-write-policy", "write_through",
+    "--hicache-io-backend", "direct",
+    "--hicache-mem-layout", "layer_first",
+)  # fmt: skip
+
+# Sizes that keep the pools of the tiny model small; override by passing the flag again.
+SIZE_ARGS = (
+    "--max-total-tokens", "16384",
+    "--max-running-requests", "8",
+    "--hicache-ratio", "2",
+    "--chunked-prefill-size", "2560",
+)  # fmt: skip
+
+
+def server_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a server: this process's, the platform's, then ``extra``."""
+    return {**os.environ, **PLATFORM_ENV, **(extra or {})}
+
+
+def server_argv(port: int, args: Sequence[str] = (), *, hicache: bool = True) -> list[str]:
+    """The command line of a server on 127.0.0.1.
+
+    Args:
+        port: a free port.
+        args: flags appended last, so that they override the defaults above.
+        hicache: whether to add ``REQUEST_ARGS`` (without it: no host memory tier).
+    """
+    return [
+        sys.executable, "-m", "sglang.launch_server",
+        "--model-path", str(MODEL_PATH),
+        "--host", "127.0.0.1",
+        "--port", str(port),
+        *PLATFORM_ARGS,
+        *SIZE_ARGS,
+        *(REQUEST_ARGS if hicache else ()),
+        *args,
+    ]  # fmt: skip
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Answer(NamedTuple):
+    """What /generate returned for one prompt."""
+
+    ids: list[int]
+    """Output token ids."""
+    logprobs: list[float]
+    """Log probability of each output token."""
+    top_logprobs: list[list[tuple[float, int]]]
+    """Per output token (log probability, id) of the most likely tokens, if asked for."""
+    cached_tokens: int
+    """Prompt tokens that were not computed again."""
+    cached_tokens_details: dict[str, Any] | None
+    """Where they came from ({"device": .., "host": ..}), with --enable-cache-report."""
+    raw: dict[str, Any]
+
+
+class ServerError(RuntimeError):
+    """The server did not start, died, or answered an error; carries the end of its log."""
+
+
+class Server:
+    """One server process group, started on entry and stopped on exit.
+
+    Args:
+        args: extra command line flags (they override the defaults).
+        env: extra environment variables.
+        hicache: whether the request's HiCache flags are added.
+        log_path: where stdout and stderr go; a new temporary file when left out.
+        start_timeout: seconds to wait for /health.
+
+    Attributes:
+        port, pid, log_path, boot_seconds: known once started.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        *,
+        hicache: bool = True,
+        log_path: str | os.PathLike[str] | None = None,
+        start_timeout: float = 240.0,
+    ) -> None:
+        self.port = free_port()
+        self.argv = server_argv(self.port, args, hicache=hicache)
+        self.env = server_env(env)
+        if log_path is None:
+            handle, log_path = tempfile.mkstemp(prefix="dsv4-reference-", suffix=".log")
+            os.close(handle)
+        self.log_path = Path(log_path)
+        self.start_timeout = start_timeout
+        self.boot_seconds: float | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        return self.start()
+
+    def __exit__(self, *_exc: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the launcher, which is also the id of the process group."""
+        if self._process is None:
+            raise ServerError("the server is not running")
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status of the launcher, None while it runs or before it started."""
+        return None if self._process is None else self._process.poll()
+
+    def start(self) -> Server:
+        """Start the process and return once it is healthy.
+
+        Raises:
+            ServerError: it exited or was not healthy within ``start_timeout``; it is stopped.
+        """
+        begin = time.monotonic()
+        with open(self.log_path, "wb") as log:
+            self._process = subprocess.Popen(
+                self.argv,
+                env=self.env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # A session of its own: stop() reaches scheduler and detokenizer as one group.
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_healthy(begin + self.start_timeout)
+        except BaseException:
+            self.stop()
+            raise
+        self.boot_seconds = time.monotonic() - begin
+        return self
+
+    def _wait_until_healthy(self, deadline: float) -> None:
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise ServerError(f"server exited with {self.returncode}\n{self.log_tail()}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:
+                    if reply.status == 200:
+                        return
+            except (urllib.error.URLError, OSError):
+                pass
+            time.sleep(0.25)
+        raise ServerError(f"not healthy after {self.start_timeout:.0f} s\n{self.log_tail()}")
+
+    def stop(self, grace: float = 5.0) -> None:
+        """Stop the whole process group: TERM, and KILL for what is left after ``grace`` s."""
+        if self._process is None:
+            return
+        self._signal_group(signal.SIGTERM)
+        try:
+            self._process.wait(timeout=grace)
+        except subprocess.TimeoutExpired:
+            pass
+        # Children may outlive the launcher; the group id stays valid until the last is gone.
+        self._signal_group(signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+
+    def _signal_group(self, number: int) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            pass
+
+    @property
+    def url(self) -> str:
+        """Base URL of the server."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def log(self) -> str:
+        """Everything that the server wrote so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The last lines of the log."""
+        return "\n".join(self.log().splitlines()[-lines:])
+
+    def cpu_seconds(self) -> float:
+        """CPU time (user + system) used so far by the processes of this server's group."""
+        ticks = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[2]) == self.pid:
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 600.0) -> Any:
+        """POST ``body`` as JSON; returns the decoded JSON reply (or text if it is not JSON).
+
+        Raises:
+            ServerError: the server answered with an error status or not at all.
+        """
+        request = urllib.request.Request(
+            self.url + path,
+            data=json.dumps(body or {}).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as reply:
+                text = reply.read().decode()
+        except urllib.error.HTTPError as error:
+            raise ServerError(f"{path}: {error.code} {error.read().decode()[:2000]}") from error
+        except (urllib.error.URLError, OSError) as error:
+            raise ServerError(f"{path}: {error}\n{self.log_tail()}") from error
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+
+    def generate(
+        self,
+        input_ids: Sequence[int],
+        max_new_tokens: int = 4,
+        *,
+        top_logprobs: int = 0,
+        rid: str | None = None,
+        timeout: float = 600.0,
+    ) -> Answer:
+        """Greedy /generate of one token-id prompt, with log probabilities of the output."""
+        body: dict[str, Any] = {
+            "input_ids": list(input_ids),
+            "sampling_params": {
+                "max_new_tokens": max_new_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+            },
+            "return_logprob": True,
+            "top_logprobs_num": top_logprobs,
+        }
+        if rid is not None:
+            body["rid"] = rid
+        return _answer(self.post("/generate", body, timeout))
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 4, *, timeout: float = 600.0
+    ) -> list[Answer]:
+        """Like ``generate`` for several prompts that arrive in one request."""
+        body = {
+            "input_ids": [list(prompt) for prompt in prompts],
+            "sampling_params": {
+                "max_new_tokens": max_new_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+            },
+            "return_logprob": True,
+        }
+        return [_answer(reply) for reply in self.post("/generate", body, timeout)]
+
+    def complete(self, prompt: str, max_tokens: int = 8, **fields: Any) -> dict[str, Any]:
+        """/v1/completions of a text prompt at temperature 0; returns the whole reply."""
+        body = {"model": "default", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        return self.post("/v1/completions", {**body, **fields})
+
+    def flush_cache(self, timeout: float = 60.0) -> None:
+        """Empty the prefix cache (device and host).
+
+        Raises:
+            ServerError: the server refused, because requests were still running.
+        """
+        self.post("/flush_cache", timeout=timeout)
+
+
+def _answer(reply: Mapping[str, Any]) -> Answer:
+    meta = reply["meta_info"]
+    top = meta.get("output_top_logprobs") or []
+    return Answer(
+        ids=reply.get("output_ids", []),
+        logprobs=[entry[0] for entry in meta.get("output_token_logprobs", [])],
+        top_logprobs=[[(entry[0], entry[1]) for entry in step or []] for step in top],
+        cached_tokens=meta.get("cached_tokens", 0),
+        cached_tokens_details=meta.get("cached_tokens_details"),
+        raw=dict(reply),
+    )

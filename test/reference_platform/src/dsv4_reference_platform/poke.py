@@ -1,0 +1,159 @@
+"""Test-only: change or read rows of a running server's pools, right before a chosen forward.
+
+Nothing here runs unless ``DSV4_REFERENCE_POKE_DIR`` names a directory. Then the server looks
+before each model forward for ``command.json`` in it. When the command's condition holds for a
+request of that forward, the command is carried out on the rows of that request, the file is
+removed and ``result.json`` is written. ``Poker`` is the test's side of this.
+
+A condition is the number of tokens of the request that lie before this forward (``prefix``),
+so ``prefix=512`` is the forward that continues at position 512: a later chunk, the first chunk
+after a hit, or a decode step. An operation names its rows by what they mean, not by where
+they lie::
+
+    {"op": "flip", "where": "ring", "layer": 1, "position": 511, "column": 3, "bit": 14}
+    {"op": "fill", "where": "indexer_state", "layer": 1, "position": 511, "value": 3.0}
+    {"op": "read", "where": "c4_state", "layer": 1, "position": 511}
+
+``where``: ``ring`` (bf16 rows of the sliding window), ``c4_state`` and ``indexer_state`` (rows
+of the ratio-4 compressor states). ``bit`` counts from the least significant bit of the element.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+DIRECTORY_VARIABLE = "DSV4_REFERENCE_POKE_DIR"
+_COMMAND = "command.json"
+_RESULT = "result.json"
+
+
+class Poker:
+    """The test's side: arms one command at a time.
+
+    Args:
+        directory: an existing directory, the same that the server got in its environment.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What to pass to ``launch.Server(env=...)``."""
+        return {DIRECTORY_VARIABLE: str(self.directory)}
+
+    def arm(self, prefix: int, operations: Sequence[Mapping[str, Any]]) -> None:
+        """Carry out ``operations`` before the next forward that continues at ``prefix``."""
+        (self.directory / _RESULT).unlink(missing_ok=True)
+        part = self.directory / (_COMMAND + ".part")
+        part.write_text(json.dumps({"prefix": prefix, "operations": list(operations)}))
+        part.rename(self.directory / _COMMAND)
+
+    def disarm(self) -> None:
+        """Forget an armed command that has not been carried out."""
+        (self.directory / _COMMAND).unlink(missing_ok=True)
+
+    def result(self, timeout: float = 30.0) -> list[Any]:
+        """What the operations returned, one entry each: None, or the row for ``read``.
+
+        Raises:
+            TimeoutError: no forward met the condition.
+        """
+        deadline = time.monotonic() + timeout
+        path = self.directory / _RESULT
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError("no forward met the condition of the armed command")
+            time.sleep(0.02)
+        return json.loads(path.read_text())
+
+
+def attach(model: Any) -> None:
+    """Server's side: look for commands before each forward of ``model``, where a test asks.
+
+    Runs on the scheduler thread inside the model runner, after everything that prepares a
+    forward (a restore of truth included) and before the first layer.
+    """
+    directory = os.environ.get(DIRECTORY_VARIABLE)
+    if not directory:
+        return
+    command = Path(directory) / _COMMAND
+    forward = model.forward
+
+    def poked_forward(input_ids, positions, forward_batch, *args, **kwargs):
+        if command.exists():
+            _carry_out(command, forward_batch)
+        return forward(input_ids, positions, forward_batch, *args, **kwargs)
+
+    model.forward = poked_forward
+
+
+def _carry_out(path: Path, forward_batch: Any) -> None:
+    command = json.loads(path.read_text())
+    slot = _slot_continuing_at(forward_batch, command["prefix"])
+    if slot is None:
+        return
+    path.unlink()
+    results = [_operate(operation, slot) for operation in command["operations"]]
+    part = path.with_name(_RESULT + ".part")
+    part.write_text(json.dumps(results))
+    part.rename(path.with_name(_RESULT))
+
+
+def _slot_continuing_at(forward_batch: Any, prefix: int) -> int | None:
+    """Request slot of the first row whose computed tokens so far number ``prefix``."""
+    if forward_batch.forward_mode.is_decode():
+        prefixes = [length - 1 for length in forward_batch.seq_lens_cpu.tolist()]
+    elif forward_batch.forward_mode.is_extend():
+        prefixes = list(forward_batch.extend_prefix_lens_cpu)
+    else:
+        return None
+    if prefix not in prefixes:
+        return None
+    return int(forward_batch.req_pool_indices[prefixes.index(prefix)])
+
+
+def _operate(operation: Mapping[str, Any], slot: int) -> Any:
+    import torch
+
+    row = _row(operation["where"], operation["layer"], slot, operation["position"])
+    if operation["op"] == "read":
+        return row.float().tolist()
+    if operation["op"] == "fill":
+        columns = operation.get("columns", [0, row.shape[0]])
+        row[columns[0] : columns[1]] = operation["value"]
+    elif operation["op"] == "flip":
+        integer = {2: torch.int16, 4: torch.int32}[row.element_size()]
+        bits = row.view(integer)
+        mask = 1 << operation["bit"]
+        if operation["bit"] == 8 * row.element_size() - 1:
+            mask -= 1 << (8 * row.element_size())
+        bits[operation["column"]] ^= mask
+    else:
+        raise ValueError(f"unknown operation {operation['op']!r}")
+    return None
+
+
+def _row(where: str, layer: int, slot: int, position: int) -> Any:
+    """The 1-D tensor (a view of the pool) that holds ``position`` of request ``slot``.
+
+    Computed here from the documented layout, not by code of the feature under test.
+    """
+    from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
+
+    pool = get_token_to_kv_pool()
+    if where == "ring":
+        ring = pool.unified_swa_ring_size
+        local = layer - pool.start_layer
+        return pool.unified_kv_pool.kv_buffer[local][slot * ring + position % ring]
+    pools = {
+        "c4_state": pool.compress_state_pools,
+        "indexer_state": pool.indexer_compress_state_pools,
+    }[where]
+    ring = pool.get_ring_size(compress_ratio=4)
+    return pools[layer].kv_score_buffer.kv_score[slot * ring + position % ring]

@@ -1,0 +1,338 @@
+"""A real SGLang scheduler in a child process, stepped by test scenarios.
+
+The child runs stock `run_scheduler_process` (the same function a server's scheduler process runs),
+on the reference platform and with the plugins of this environment. Only the place where a scheduler
+receives requests is taken over: each pass of its event loop resumes a *scenario*, a generator
+function of a test module, which may submit requests, look at and change anything in the process, and
+yields to let the loop take one step. So a test sees every state between two scheduling rounds, on
+real objects, and one process serves all tests of one configuration.
+
+    def scenario(h, prompt):                 # runs in the child
+        first = yield from h.generate(prompt, new=4)
+        return first.cached
+
+    with SchedulerProcess(args=[...], env={...}) as process:
+        assert process.run(scenario, prompt) == 0
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import sys
+import threading
+import traceback
+import types
+from array import array
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsv4_reference_platform.launch import server_argv, server_env
+
+Steps = Generator[None, None, Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished request answered and where its prefix came from."""
+
+    ids: list[int]
+    logprobs: list[float]
+    cached: int
+    device: int
+    host: int
+    error: str | None = None
+
+    def same_answer(self, other: Result) -> bool:
+        """Equal output ids and bit-equal logprobs."""
+        return self.ids == other.ids and self.logprobs == other.logprobs
+
+
+@dataclass
+class Harness:
+    """What a scenario works with, inside the child. `scheduler` is the real one."""
+
+    scheduler: Any
+    state: dict[str, Any] = field(default_factory=dict)
+    """Kept between the scenarios of one process."""
+    _count: int = 0
+
+    @property
+    def cache(self) -> Any:
+        """The scheduler's tree cache."""
+        return self.scheduler.tree_cache
+
+    @property
+    def runtime(self) -> Any:
+        """The feature's TruthRuntime, or None where it is not engaged."""
+        return getattr(self.cache, "truth_runtime", None)
+
+    @property
+    def pool(self) -> Any:
+        """The DeepSeekV4TokenToKVPool."""
+        return self.scheduler.token_to_kv_pool_allocator.get_kvcache()
+
+    def submit(
+        self,
+        ids: Sequence[int],
+        new: int = 4,
+        *,
+        rid: str | None = None,
+        logprob: bool = True,
+        **sampling: Any,
+    ) -> Any:
+        """Hand a request to the scheduler; returns its Req."""
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        self._count += 1
+        options = {"ignore_eos": True, **sampling}
+        params = SamplingParams(max_new_tokens=new, temperature=0.0, **options)
+        params.normalize(None)
+        request = TokenizedGenerateReqInput(
+            rid=rid or f"r{self._count}",
+            input_text=None,
+            input_ids=array("q", ids),
+            input_embeds=None,
+            mm_inputs=None,
+            sampling_params=params,
+            return_logprob=logprob,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=False,
+        )
+        self.scheduler.handle_generate_request(request)
+        return self.scheduler.waiting_queue[-1]
+
+    def abort(self, req: Any) -> None:
+        """Ask the scheduler to abort a request, as a client's disconnect does."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self.scheduler.abort_request(AbortReq(rid=req.rid))
+
+    def finish(self, *reqs: Any) -> Steps:
+        """Step until the requests are finished and their rows given back; their Results."""
+        while not all(req.finished() and not req.kv.holds_kv for req in reqs):
+            yield
+        return [self.result(req) for req in reqs]
+
+    def result(self, req: Any) -> Result:
+        """The Result of a finished Req."""
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        reason = req.finished_reason
+        logprobs = req.logprob.output_token_logprobs_val if req.return_logprob else []
+        return Result(
+            ids=list(req.output_ids),
+            logprobs=[float(x) for x in logprobs],
+            cached=req.cached_tokens,
+            device=req.cached_tokens_device,
+            host=req.cached_tokens_host,
+            error=reason.message if isinstance(reason, FINISH_ABORT) else None,
+        )
+
+    def generate(self, ids: Sequence[int], new: int = 4, **options: Any) -> Steps:
+        """Submit one request and step until it is finished; its Result."""
+        (result,) = yield from self.finish(self.submit(ids, new, **options))
+        return result
+
+    def settle(self) -> Steps:
+        """Step until nothing runs, waits or moves."""
+        yield
+        while not self.scheduler.is_fully_idle():
+            yield
+        if self.runtime is not None:
+            self.runtime.drain()
+
+    def flush(self) -> Steps:
+        """Flush the cache as /flush_cache does, once everything is idle."""
+        yield from self.settle()
+        assert self.scheduler.flush_cache()
+
+    def evict_device(self, tokens: int) -> None:
+        """Push at least `tokens` tokens of unlocked prefixes from the device pool to host memory."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self.cache.flush_pending_backups()
+        self.cache.evict(EvictParams(num_tokens=tokens))
+
+
+class SchedulerProcess:
+    """A child process with one scheduler; `run` executes scenarios in it, one at a time.
+
+    Args:
+        args: server flags, appended to the platform's and the request's defaults.
+        env: environment variables of the child.
+        log_path: where its output goes.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        *,
+        log_path: Path,
+        start_timeout: float = 240.0,
+    ) -> None:
+        argv = server_argv(port=0, args=args)
+        # The program and `-m sglang.launch_server` are what the child stands in for.
+        self._argv = argv[argv.index("--model-path") :]
+        self._env = server_env(env)
+        self.log_path = log_path
+        self._timeout = start_timeout
+        self._process: Any = None
+        self._pipe: Any = None
+
+    def __enter__(self) -> SchedulerProcess:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, child = context.Pipe()
+        before = dict(os.environ)
+        os.environ.update(self._env)
+        try:
+            self._process = context.Process(
+                target=_child, args=(child, self._argv, str(self.log_path)), daemon=True
+            )
+            self._process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        child.close()
+        if self._receive(self._timeout) != "ready":
+            raise RuntimeError("the scheduler process said something else than ready")
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._pipe.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def run(self, scenario: Callable[..., Any], *args: Any, timeout: float = 300.0) -> Any:
+        """Run `scenario(harness, *args)` of an importable test module; returns what it returns.
+
+        A generator is stepped with the event loop, a plain function runs in one go. Raises
+        AssertionError with the child's traceback if it failed.
+        """
+        self._pipe.send((scenario.__module__, scenario.__qualname__, args))
+        return self._receive(timeout)
+
+    def log(self) -> str:
+        """The child's output so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def _receive(self, timeout: float) -> Any:
+        if not self._pipe.poll(timeout):
+            raise TimeoutError(f"no answer in {timeout} s; log ends:\n{self.log()[-4000:]}")
+        try:
+            ok, value = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"the scheduler died; log ends:\n{self.log()[-4000:]}") from None
+        if not ok:
+            raise AssertionError(f"in the scheduler process:\n{value}")
+        return value
+
+
+def _child(pipe: Any, argv: list[str], log_path: str) -> None:
+    # Only the file's own folder makes the test modules importable by name here.
+    sys.path.insert(0, str(Path(__file__).parent))
+    with open(log_path, "ab", buffering=0) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    try:
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()
+        from sglang.srt.managers import scheduler as module
+        from sglang.srt.server_args import PortArgs, prepare_server_args
+
+        server_args = prepare_server_args(argv)
+        server_args.resolve_once()
+        server_args.check_server_args()
+        port_args = PortArgs.init_new(server_args)
+        with _sinks(port_args.tokenizer_ipc_name, port_args.detokenizer_ipc_name):
+            module.Scheduler.ingest_requests = _Driver(pipe).ingest
+            module.run_scheduler_process(
+                server_args,
+                port_args,
+                gpu_id=0,
+                tp_rank=0,
+                pp_rank=0,
+                dp_rank=None,
+                pipe_writer=types.SimpleNamespace(send=lambda info: pipe.send((True, "ready"))),
+            )
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        raise
+
+
+@contextmanager
+def _sinks(*addresses: str) -> Any:
+    """Receive and drop what the scheduler sends to processes that are not there."""
+    import zmq
+
+    context = zmq.Context()
+    sockets = []
+    for address in addresses:
+        socket = context.socket(zmq.PULL)
+        socket.bind(address)
+        sockets.append(socket)
+
+    def drain() -> None:
+        poller = zmq.Poller()
+        for socket in sockets:
+            poller.register(socket, zmq.POLLIN)
+        while True:
+            for socket, _ in poller.poll():
+                socket.recv_multipart()
+
+    threading.Thread(target=drain, daemon=True, name="test-sink").start()
+    yield
+
+
+class _Driver:
+    """Stands where the scheduler receives requests: resumes the running scenario each pass."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+        self._harness: Harness | None = None
+        self._steps: Steps | None = None
+
+    @property
+    def ingest(self) -> Callable[..., list]:
+        driver = self
+
+        def ingest_requests(scheduler: Any, stop_at_pause: bool = False) -> list:
+            driver.step(scheduler)
+            return []
+
+        return ingest_requests
+
+    def step(self, scheduler: Any) -> None:
+        if self._harness is None:
+            self._harness = Harness(scheduler)
+        try:
+            if self._steps is None:
+                outcome = self._begin()
+                if not isinstance(outcome, Generator):
+                    self._pipe.send((True, outcome))
+                    return
+                self._steps = outcome
+            next(self._steps)
+        except StopIteration as stop:
+            self._steps = None
+            self._pipe.send((True, stop.value))
+        except EOFError:
+            os._exit(0)
+        except Exception:
+            self._steps = None
+            self._pipe.send((False, traceback.format_exc()))
+
+    def _begin(self) -> Any:
+        module, name, args = self._pipe.recv()
+        return getattr(importlib.import_module(module), name)(self._harness, *args)

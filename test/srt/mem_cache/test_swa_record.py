@@ -1,0 +1,148 @@
+"""Record geometry: which positions a boundary owns, and where a record keeps them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_bitexact_hicache.constants import C4_RATIO, PAGE_SIZE, STATE_ROWS, WINDOW
+from sglang_bitexact_hicache.geometry import boundaries, ring_row, state_span, window_span
+from sglang_bitexact_hicache.layout import (
+    ALIGNMENT,
+    C4_POOL,
+    CHECKSUM_BYTES,
+    HOST_HEADER_BYTES,
+    INDEXER_POOL,
+    POOLS,
+    WINDOW_POOL,
+    RecordLayout,
+)
+from sglang_bitexact_hicache.policy import prefill_boundaries, prompt_points
+
+ratios = st.lists(st.sampled_from([0, 4, 128]), min_size=1, max_size=61)
+
+
+@st.composite
+def layouts(draw):
+    kinds = tuple(draw(ratios))
+    first = draw(st.integers(0, 100))
+    return RecordLayout(
+        layers=tuple(range(first, first + len(kinds))),
+        ratios=kinds,
+        window_row_bytes=draw(st.sampled_from([32, 640, 1024])),
+        c4_row_bytes=draw(st.sampled_from([64, 4096, 8192])),
+        indexer_row_bytes=draw(st.sampled_from([64, 1024, 2048])),
+    )
+
+
+@given(layouts())
+def test_sections_tile_each_record_without_overlap(layout):
+    indices = []
+    for pool in POOLS:
+        end = layout.header_bytes if pool == WINDOW_POOL else 0
+        layers = layout.layers if pool == WINDOW_POOL else layout.c4_layers
+        sections = layout.sections(pool)
+        assert tuple(s.layer for s in sections) == layers
+        for section in sections:
+            assert section.offset == end
+            assert section.rows == (WINDOW if pool == WINDOW_POOL else STATE_ROWS)
+            end += section.nbytes
+            indices.append(section.index)
+        assert end <= layout.record_bytes(pool) < end + ALIGNMENT
+        assert layout.record_bytes(pool) % ALIGNMENT == 0
+    assert indices == list(range(layout.num_sections))
+    assert layout.slot_bytes == sum(layout.record_bytes(pool) for pool in POOLS)
+    assert layout.header_bytes >= HOST_HEADER_BYTES + CHECKSUM_BYTES * layout.num_sections
+
+
+@given(layouts(), layouts())
+def test_digest_is_equal_exactly_when_the_layouts_are(a, b):
+    assert (a.digest() == b.digest()) == (a == b)
+
+
+def test_state_pools_hold_ratio_4_layers_only():
+    layout = RecordLayout((3, 4, 5, 6), (0, 4, 128, 4), 1024, 8192, 2048)
+    assert layout.c4_layers == (4, 6)
+    assert [s.layer for s in layout.sections(C4_POOL)] == [4, 6]
+    assert layout.record_bytes(INDEXER_POOL) == 2 * STATE_ROWS * 2048
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": ()},
+        {"layers": (1, 1)},
+        {"layers": (0, 1, 2)},
+        {"window_row_bytes": 0},
+        {"c4_row_bytes": 6},
+    ],
+)
+def test_an_impossible_layout_is_refused(change):
+    right = {
+        "layers": (0, 1),
+        "ratios": (0, 4),
+        "window_row_bytes": 1024,
+        "c4_row_bytes": 8192,
+        "indexer_row_bytes": 2048,
+    }
+    RecordLayout(**right)
+    with pytest.raises(ValueError):
+        RecordLayout(**{**right, **change})
+
+
+@given(st.integers(0, 5000), st.integers(0, 5000))
+def test_boundaries_are_the_pages_that_a_chunk_completes(start, length):
+    end = start + length
+    by_hand = [p for p in range(start + 1, end + 1) if p % PAGE_SIZE == 0]
+    assert list(boundaries(start, end)) == by_hand
+
+
+@given(st.integers(1, 100), st.integers(0, 40), st.integers(WINDOW, 300))
+def test_a_window_has_a_row_of_its_own_for_each_position(page, slot, ring):
+    lo, hi = window_span(page * PAGE_SIZE)
+    assert hi - lo == WINDOW
+    rows = [ring_row(slot, ring, p) for p in range(lo, hi)]
+    assert len(set(rows)) == WINDOW
+    assert all(slot * ring <= r < (slot + 1) * ring for r in rows)
+
+
+def test_the_state_ends_where_the_window_ends():
+    assert state_span(512) == (508, 512)
+    assert window_span(512) == (384, 512)
+    assert STATE_ROWS == C4_RATIO
+
+
+@pytest.mark.parametrize("wrong", [0, -256, 255, 257])
+def test_only_page_boundaries_have_a_window(wrong):
+    with pytest.raises(ValueError):
+        window_span(wrong)
+
+
+@given(st.integers(1, 40 * PAGE_SIZE), st.sampled_from([256, 512, 2560]), st.integers(1, 12))
+def test_every_grid_boundary_and_both_prompt_points_are_kept_once(prompt, chunk, stride):
+    kept = []
+    for start in range(0, prompt, chunk):
+        kept += prefill_boundaries(start, min(start + chunk, prompt), prompt, stride)
+    grid = set(range(stride * PAGE_SIZE, prompt + 1, stride * PAGE_SIZE))
+    assert kept == sorted(grid | prompt_points(prompt))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "points"),
+    [
+        (255, set()),
+        (256, {256}),
+        (257, {256}),
+        (512, {256, 512}),
+        (513, {512}),
+        (700, {512}),
+    ],
+)
+def test_a_repeat_and_a_longer_prompt_both_find_their_point(prompt, points):
+    assert prompt_points(prompt) == points
+
+
+def test_a_stride_below_one_page_is_refused():
+    with pytest.raises(ValueError, match="stride"):
+        prefill_boundaries(0, 512, 512, 0)

@@ -8,6 +8,7 @@ launcher where that has said no.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,10 +48,7 @@ def engaged(server_args: Any, kvcache: Any = None) -> Engagement:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.runtime_context import get_platform
 
-    if kvcache is None:
-        reasons = _model_reasons(server_args)
-    else:
-        reasons = _pool_reasons(kvcache)
+    reasons = _model_reasons(server_args) if kvcache is None else _pool_reasons(kvcache)
     if not resolving_view(server_args).enable_hierarchical_cache:
         reasons.append("HiCache is off (--enable-hierarchical-cache)")
     if not (get_platform().is_hip or env_flag(ENV_ALLOW_NON_HIP)):
@@ -92,17 +90,19 @@ def _pool_reasons(kvcache: Any) -> list[str]:
     return []
 
 
-def settle(server_args: Any, kvcache: Any = None) -> Engagement:
+def settle(server_args: Any, kvcache: Callable[[], Any] | None = None) -> Engagement:
     """Asks the gate, warns once if the flag is on in vain, and leaves the verdict on the record.
+
+    `kvcache` gives the device KV pool; it is not called where the record already says no.
 
     The record is pickled into the schedulers, so that a server warns once and not once a rank. A
     scheduler can only add a no: its pool is the better witness, but what the launcher has not
     checked (refusals.py) must not run.
     """
-    carried = vars(server_args).get(_VERDICT_ATTRIBUTE)
+    carried: Engagement | None = vars(server_args).get(_VERDICT_ATTRIBUTE)
     if carried is not None and not carried:
         return carried
-    verdict = engaged(server_args, kvcache)
+    verdict = engaged(server_args, None if kvcache is None else kvcache())
     if not verdict.flag:
         return verdict
     setattr(server_args, _VERDICT_ATTRIBUTE, verdict)

@@ -50,8 +50,9 @@ def around_create_unified_radix_cache(
     Raises:
         ValueError: the configuration, a seam or the pools' size is refused.
     """
-    kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    if not engagement.settle(ctx.server_args, kvcache):
+    if not engagement.settle(
+        ctx.server_args, lambda: ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    ):
         return original(ctx, cache_class=cache_class)
     if cache_class is not None:
         raise ValueError(

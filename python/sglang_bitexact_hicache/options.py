@@ -153,9 +153,13 @@ def after_add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
 
 
 def after_from_cli_args(server_args: Any, cls: type, args: argparse.Namespace) -> None:
-    """AFTER hook on `ServerArgs.from_cli_args`: puts the arguments' values on the record."""
-    setattr(server_args, _STRIDE_ATTRIBUTE, args.hicache_swa_offload_page_stride)
-    setattr(server_args, _TAIL_ATTRIBUTE, args.hicache_swa_offload_tail_slots)
+    """AFTER hook on `ServerArgs.from_cli_args`: puts the arguments' values on the record.
+
+    A parser that was built before the plugins were loaded does not have them.
+    """
+    given = vars(args)
+    setattr(server_args, _STRIDE_ATTRIBUTE, given.get("hicache_swa_offload_page_stride"))
+    setattr(server_args, _TAIL_ATTRIBUTE, given.get("hicache_swa_offload_tail_slots"))
 
 
 def carry_available_dram(server_args: Any, nbytes: int) -> None:

@@ -35,6 +35,8 @@ class Startup:
         cfg: SGLang's resolved arguments (`resolving_view`); the rules read fields by name.
         options: this feature's own.
         page_size: tokens in a page of the prefix cache.
+        asked_page_size: what `--page-size` said, or the page size where it was not given. SGLang
+            puts 256 in its place for DeepSeek-V4; here the user is told instead.
         window: the model's sliding window, in tokens.
         ratios: the compression ratios of the model's layers.
         fp8: whether the two-pool fp8 layout is asked for or in use.
@@ -45,6 +47,7 @@ class Startup:
     cfg: Any
     options: Options
     page_size: int
+    asked_page_size: int
     window: int
     ratios: frozenset[int]
     fp8: bool
@@ -63,6 +66,7 @@ class Startup:
             cfg=cfg,
             options=Options.of(server_args),
             page_size=cfg.page_size,
+            asked_page_size=_asked(server_args.page_size, cfg.page_size),
             window=hf_config.sliding_window,
             ratios=frozenset(hf_config.compress_ratios),
             fp8=envs.SGLANG_DSV4_UNIFIED_KV_FP8.get(),
@@ -81,12 +85,17 @@ class Startup:
             cfg=resolving_view(ctx.server_args),
             options=Options.of(ctx.server_args),
             page_size=ctx.params.page_size,
+            asked_page_size=_asked(ctx.server_args.page_size, ctx.params.page_size),
             window=kvcache.sliding_window,
             ratios=frozenset(kvcache.compression_ratios),
             fp8=kvcache._unified_kv_fp8,
             online_compress=envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get(),
             hybrid_swa=ctx.is_hybrid_swa and not ctx.is_hybrid_ssm,
         )
+
+
+def _asked(raw: int | None, settled: int) -> int:
+    return settled if raw is None else raw
 
 
 @dataclass(frozen=True)
@@ -159,7 +168,7 @@ RULES: tuple[Rule, ...] = (
         "page_size",
         "--page-size",
         f"must be {PAGE_SIZE}",
-        lambda s: s.page_size != PAGE_SIZE,
+        lambda s: (s.page_size, s.asked_page_size) != (PAGE_SIZE, PAGE_SIZE),
     ),
     Rule(
         "window",

@@ -30,9 +30,11 @@ from sglang_bitexact_hicache.device_view import DeviceView
 from sglang_bitexact_hicache.gather import Source
 from sglang_bitexact_hicache.host_pool import TruthHostPools
 from sglang_bitexact_hicache.metrics import Counters
+from sglang_bitexact_hicache.options import Options
 from sglang_bitexact_hicache.policy import prefill_boundaries
 from sglang_bitexact_hicache.restore import Restore, RestorePipeline
 from sglang_bitexact_hicache.transfer import Event, open_lane
+from sglang_bitexact_hicache.truth import TruthStore
 
 if TYPE_CHECKING:
     from sglang_bitexact_hicache.tree import BxCache
@@ -109,6 +111,42 @@ class TruthRuntime:
         # Per host slot, the last copy that wrote it and the last that read it.
         self._written: dict[int, Event] = {}
         self._read: dict[int, Event] = {}
+
+    @classmethod
+    def build(cls, cache: BxCache, server_args: Any, options: Options) -> TruthRuntime:
+        """Allocate the pools that `options.sizing` planned and attach a store of that size.
+
+        After the cache and the device pools exist, before the scheduler takes a request.
+
+        Raises:
+            ValueError: host or device memory cannot be had; the message names the flag to change.
+        """
+        from sglang.srt.utils.common import is_pin_memory_available
+
+        view = DeviceView(cache.token_to_kv_pool_allocator.get_kvcache())
+        pin = is_pin_memory_available(view.device)
+        slots = options.sizing.slots
+        cache.attach_truth(TruthStore(slots))
+        runtime = cls(
+            cache,
+            view,
+            TruthHostPools(view.layout, slots, pin=pin),
+            stride=options.stride,
+            chunk_tokens=largest_extend(server_args),
+            debug=options.checksum,
+            pin=pin,
+        )
+        logger.info(
+            "bit-exact HiCache: %d boundaries in host memory (%.2f GB, %d bytes each), stride %d, "
+            "layout %s, checks %s",
+            slots,
+            runtime.pools.nbytes / 1e9,
+            view.layout.slot_bytes,
+            options.stride,
+            view.layout.digest(),
+            "on" if options.checksum else "off",
+        )
+        return runtime
 
     # ---- admission
 
@@ -285,3 +323,12 @@ class TruthRuntime:
         self._out_lane.close()
         self._in_lane.close()
         self.pools.close()
+
+
+def largest_extend(server_args: Any) -> int:
+    """The most tokens that one extend forward computes under these arguments."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    cfg = resolving_view(server_args)
+    chunk = cfg.chunked_prefill_size
+    return chunk if chunk is not None and chunk > 0 else cfg.max_prefill_tokens

@@ -16,6 +16,7 @@ A seam's handler is imported when the seam is installed, so this module stays li
 from __future__ import annotations
 
 import ast
+import contextlib
 import enum
 import importlib
 import importlib.metadata
@@ -493,7 +494,6 @@ def register(*when: When) -> None:
     While SGLang loads plugins it applies all of them at the end, so that ours must not be applied
     earlier: a plugin that hooks the same target after us would be ignored.
     """
-    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
     source = HookSource(plugin_name="bitexact_hicache", dist_name="sglang-bitexact-hicache")
@@ -501,6 +501,8 @@ def register(*when: When) -> None:
         if seam.when not in when:
             continue
         if seam.kind is Kind.RESOLUTION:
+            from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
             if not _is_live(seam):
                 register_resolution_hook(seam.attribute)(seam.load())
         elif seam.kind in HOOKS:
@@ -572,7 +574,9 @@ def wrapped_values(function: Any) -> Iterator[Any]:
     while function is not None:
         function = getattr(function, "__func__", function)
         for cell in getattr(function, "__closure__", None) or ():
-            yield cell.cell_contents
+            # A cell that is not filled yet raises.
+            with contextlib.suppress(ValueError):
+                yield cell.cell_contents
         function = getattr(function, "__wrapped__", None)
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -99,6 +100,7 @@ class Harness:
             input_ids=array("q", ids),
             input_embeds=None,
             mm_inputs=None,
+            token_type_ids=None,
             sampling_params=params,
             return_logprob=logprob,
             logprob_start_len=-1,
@@ -179,6 +181,7 @@ class SchedulerProcess:
         log_path: Path,
         start_timeout: float = 240.0,
     ) -> None:
+        self.args = list(args)
         argv = server_argv(port=0, args=args)
         # The program and `-m sglang.launch_server` are what the child stands in for.
         self._argv = argv[argv.index("--model-path") :]
@@ -189,6 +192,9 @@ class SchedulerProcess:
         self._pipe: Any = None
 
     def __enter__(self) -> SchedulerProcess:
+        # A scheduler that fails signals its parent, which in a server is the launcher: here the
+        # failure arrives through the pipe.
+        self._sigquit = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
         context = multiprocessing.get_context("spawn")
         self._pipe, child = context.Pipe()
         before = dict(os.environ)
@@ -212,6 +218,7 @@ class SchedulerProcess:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+        signal.signal(signal.SIGQUIT, self._sigquit)
 
     def run(self, scenario: Callable[..., Any], *args: Any, timeout: float = 300.0) -> Any:
         """Run `scenario(harness, *args)` of an importable test module; returns what it returns.

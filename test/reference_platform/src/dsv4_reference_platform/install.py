@@ -23,11 +23,59 @@ import torch
 
 from dsv4_reference_platform import invariant, weights
 
-_DSV4 = "sglang.kernels.ops.attention.dsv4"
+_OPS = "sglang.kernels.ops"
+_DSV4 = f"{_OPS}.attention.dsv4"
+_UNIFIED = f"{_DSV4}.unified_kv_kernels"
+_STORE = f"{_OPS}.kvcache.dsv4_unified_kv_store"
 _OURS = "dsv4_reference_platform.kernels"
 
 KERNELS: dict[str, str] = {
-    # name of the stock kernel: module.function below _OURS
+    # attention over ring and compressed rows, and its index lists
+    f"{_UNIFIED}.paged_prefill.sparse_attn_v4_paged_prefill": "attention.sparse_attn_v4_paged_prefill",
+    f"{_UNIFIED}.paged_decode.sparse_attn_v4_paged_decode": "attention.sparse_attn_v4_paged_decode",
+    f"{_UNIFIED}.runtime.build_prefill_indices": "attention.build_prefill_indices",
+    f"{_UNIFIED}.runtime.build_decode_streams": "attention.build_decode_streams",
+    f"{_UNIFIED}.runtime.fill_compress_tail": "attention.fill_compress_tail",
+    f"{_STORE}.store_swa_into_unified": "attention.store_swa_into_unified",
+    f"{_STORE}.scatter_bf16_into_unified": "attention.scatter_bf16_into_unified",
+    # compressor
+    f"{_DSV4}.compress.CompressorPrefillPlan.generate": "compressor.generate_prefill_plan",
+    f"{_DSV4}.compress.CompressorDecodePlan.generate": "compressor.generate_decode_plan",
+    f"{_DSV4}.compress.compress_forward": "compressor.compress_forward",
+    f"{_DSV4}.compress.compress_norm_rope_store": "compressor.compress_norm_rope_store",
+    # norm and rope
+    f"{_DSV4}.norm_rope.fused_q_norm_rope": "norm_rope.fused_q_norm_rope",
+    f"{_DSV4}.norm_rope.fused_norm_rope_inplace": "norm_rope.fused_norm_rope_inplace",
+    f"{_DSV4}.norm_rope.fused_rope_inplace": "norm_rope.fused_rope_inplace",
+    f"{_OPS}.attention.fused_qk_norm_rope_store.fused_qk_norm_rope_swa_store": (
+        "norm_rope.fused_qk_norm_rope_swa_store"
+    ),
+    # indexer
+    f"{_DSV4}.norm_rope.fused_q_indexer_rope_hadamard_quant": (
+        "indexer.fused_q_indexer_rope_hadamard_quant"
+    ),
+    f"{_DSV4}.topk.topk_transform_paged": "indexer.topk_transform_paged",
+    "sglang.srt.layers.attention.dsv4.indexer.fp8_paged_mqa_logits_torch": (
+        "indexer.fp8_paged_mqa_logits"
+    ),
+    # per-forward metadata
+    f"{_DSV4}.metadata_kernel.init_compression_metadata": "metadata.init_compression_metadata",
+    f"{_DSV4}.attn_glue_hip.low_ratio_compression_metadata": (
+        "metadata.low_ratio_compression_metadata"
+    ),
+    f"{_DSV4}.attn_glue_hip.sparse_buffers": "metadata.sparse_buffers",
+    f"{_DSV4}.attn_glue_hip.page_table_from_req_to_token": "metadata.page_table_from_req_to_token",
+    # mHC
+    f"{_OPS}.layernorm.mhc.hc_split_sinkhorn": "mhc.hc_split_sinkhorn",
+    f"{_OPS}.layernorm.mhc.mhc_combine": "mhc.mhc_combine",
+    f"{_OPS}.layernorm.mhc_head.fused_hc_head": "mhc.fused_hc_head",
+    # MoE
+    f"{_OPS}.moe.dsv4.hash_topk": "moe.hash_topk",
+    f"{_OPS}.moe.dsv4.mask_topk_ids": "moe.mask_topk_ids",
+    f"{_OPS}.activation.silu_and_mul_clamp.silu_and_mul_clamp": "moe.silu_and_mul_clamp",
+    "sglang.srt.layers.moe.topk.biased_topk_jit_kernel_impl": "moe.biased_topk_impl",
+    "sglang.srt.layers.moe.topk.biased_topk_impl": "moe.biased_topk_impl",
+    "sglang.srt.layers.moe.fused_moe_native.moe_forward_native": "moe.moe_forward_native",
 }
 
 # HiCache copy kernels exist only where sgl_kernel does; elsewhere the importing modules simply
@@ -78,9 +126,7 @@ def drop_chat_encoder() -> None:
     use it; /v1/chat/completions is not offered on this platform.
     """
     if importlib.util.find_spec("deepseek_recipe") is None:
-        adapters = importlib.import_module(
-            "sglang.srt.entrypoints.openai.chat_encoding_adapters"
-        )
+        adapters = importlib.import_module("sglang.srt.entrypoints.openai.chat_encoding_adapters")
         adapters._BUILDERS["dsv4"]["builtin"] = lambda context: None
 
 
@@ -115,6 +161,16 @@ def rebind(target: str, ours: Callable[..., Any]) -> None:
         for bound, value in list(vars(module).items()):
             if value is stock:
                 setattr(module, bound, ours)
+
+
+def not_installed() -> list[str]:
+    """Targets of ``KERNELS`` that do not lead to this distribution's function in this process."""
+    wrong = []
+    for target, ours in KERNELS.items():
+        found = pkgutil.resolve_name(target)
+        if found is not pkgutil.resolve_name(f"{_OURS}.{ours}"):
+            wrong.append(target)
+    return wrong
 
 
 def _install_kernels() -> None:

@@ -100,7 +100,7 @@ def _tiled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             stop = start + ROW_TILE
             torch.mm(left[start:stop], right, out=result[start:stop])
         if tail is not None:
-            result[whole:] = torch.mm(
-                tail[entry], right, out=a.new_empty(ROW_TILE, columns)
-            )[: rows - whole]
+            result[whole:] = torch.mm(tail[entry], right, out=a.new_empty(ROW_TILE, columns))[
+                : rows - whole
+            ]
     return out

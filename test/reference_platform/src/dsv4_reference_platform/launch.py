@@ -13,6 +13,7 @@ No SGLang import here: the client side needs the standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -40,7 +41,7 @@ PLATFORM_ENV = {
     "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0",
     "SGLANG_OPT_USE_TILELANG_MHC_POST": "0",
     # A Triton kernel outside the replaced ones still runs (slowly) instead of failing.
-    "TRITON_INTERPRET": "1",
+    "TRITON_INTERPRET": "0",
     # Same bits for the same product, wherever the operands lie in memory.
     "MKL_CBWR": "AUTO",
     "OMP_NUM_THREADS": "1",
@@ -119,6 +120,8 @@ class Answer(NamedTuple):
     """Log probability of each output token."""
     top_logprobs: list[list[tuple[float, int]]]
     """Per output token (log probability, id) of the most likely tokens, if asked for."""
+    prompt_logprobs: list[float]
+    """Log probability of each prompt token but the first, if asked for."""
     cached_tokens: int
     """Prompt tokens that were not computed again."""
     cached_tokens_details: dict[str, Any] | None
@@ -219,25 +222,24 @@ class Server:
             time.sleep(0.25)
         raise ServerError(f"not healthy after {self.start_timeout:.0f} s\n{self.log_tail()}")
 
-    def stop(self, grace: float = 5.0) -> None:
-        """Stop the whole process group: TERM, and KILL for what is left after ``grace`` s."""
+    def stop(self, grace: float = 10.0) -> None:
+        """Stop the server: TERM to the launcher, then KILL for what is left of its group.
+
+        Args:
+            grace: seconds that the launcher has to stop its children in an orderly way.
+        """
         if self._process is None:
             return
-        self._signal_group(signal.SIGTERM)
-        try:
+        group = self._process.pid
+        # Only the launcher: a child that dies first makes it report a crash and wait.
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=grace)
-        except subprocess.TimeoutExpired:
-            pass
         # Children may outlive the launcher; the group id stays valid until the last is gone.
-        self._signal_group(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
         self._process.wait()
         self._process = None
-
-    def _signal_group(self, number: int) -> None:
-        try:
-            os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            pass
 
     @property
     def url(self) -> str:
@@ -293,10 +295,20 @@ class Server:
         max_new_tokens: int = 4,
         *,
         top_logprobs: int = 0,
+        prompt_logprobs: bool = False,
         rid: str | None = None,
         timeout: float = 600.0,
     ) -> Answer:
-        """Greedy /generate of one token-id prompt, with log probabilities of the output."""
+        """Greedy /generate of one token-id prompt, with log probabilities of the output.
+
+        Args:
+            input_ids: the prompt; a byte ``b`` of text is the id ``b + 3``.
+            max_new_tokens: how many tokens to generate; the end token does not stop it.
+            top_logprobs: how many of the most likely tokens to report per output token.
+            prompt_logprobs: report the prompt's log probabilities too (no prefix is reused then).
+            rid: request id, for the server's log.
+            timeout: seconds to wait for the answer.
+        """
         body: dict[str, Any] = {
             "input_ids": list(input_ids),
             "sampling_params": {
@@ -307,6 +319,8 @@ class Server:
             "return_logprob": True,
             "top_logprobs_num": top_logprobs,
         }
+        if prompt_logprobs:
+            body["logprob_start_len"] = 0
         if rid is not None:
             body["rid"] = rid
         return _answer(self.post("/generate", body, timeout))
@@ -347,6 +361,9 @@ def _answer(reply: Mapping[str, Any]) -> Answer:
         ids=reply.get("output_ids", []),
         logprobs=[entry[0] for entry in meta.get("output_token_logprobs", [])],
         top_logprobs=[[(entry[0], entry[1]) for entry in step or []] for step in top],
+        prompt_logprobs=[
+            entry[0] for entry in meta.get("input_token_logprobs") or [] if entry[0] is not None
+        ],
         cached_tokens=meta.get("cached_tokens", 0),
         cached_tokens_details=meta.get("cached_tokens_details"),
         raw=dict(reply),

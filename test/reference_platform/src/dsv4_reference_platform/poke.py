@@ -14,8 +14,12 @@ they lie::
     {"op": "fill", "where": "indexer_state", "layer": 1, "position": 511, "value": 3.0}
     {"op": "read", "where": "c4_state", "layer": 1, "position": 511}
 
+    {"op": "not_installed"}
+
 ``where``: ``ring`` (bf16 rows of the sliding window), ``c4_state`` and ``indexer_state`` (rows
-of the ratio-4 compressor states). ``bit`` counts from the least significant bit of the element.
+of the ratio-4 compressor states). ``bit`` counts from the least significant bit of the element;
+``fill`` takes ``columns`` ``[start, stop]``, all by default. ``not_installed`` returns the kernels
+of ``install.KERNELS`` that are not in place in the server.
 """
 
 from __future__ import annotations
@@ -119,6 +123,10 @@ def _slot_continuing_at(forward_batch: Any, prefix: int) -> int | None:
 
 
 def _operate(operation: Mapping[str, Any], slot: int) -> Any:
+    if operation["op"] == "not_installed":
+        from dsv4_reference_platform import install
+
+        return install.not_installed()
     import torch
 
     row = _row(operation["where"], operation["layer"], slot, operation["position"])

@@ -1,0 +1,278 @@
+"""The demo: a cached prompt answers exactly as an uncached one, on a real server; without the
+feature it does not.
+
+Starts stock `sglang.launch_server` on the reference platform, once per arm
+(SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE=0 and 1, nothing else differs), and sends the same requests:
+
+1. cold: each prompt once, on an empty cache; these answers are the reference.
+2. six rounds of the same prompt (device hits at its last page, where a chunk ends), then a prompt
+   that leaves it after seven pages (a hit inside a chunk). Between any two requests others dirty
+   the ring rows that the next one will be given.
+3. the same two kinds of hit once other prompts have pushed the prefix out to host memory.
+
+Prints one table and, last, one line of key=value pairs. Exit status 0 only if every hit of the
+on-arm was restored, verified and equal to its cold run (ids and logprobs), and the off-arm differs
+from its cold run somewhere it reused the cache (the negative control).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tabulate import tabulate
+
+from dsv4_reference_platform.launch import Server
+
+PAGE = 256
+ROUNDS = 6
+SENTENCE = "This is a long shared prefix sentence. "
+PROMPT = SENTENCE * 66  # 2,574 byte tokens: ten pages, a chunk end at 2,560
+FORK = 7 * PAGE  # 1,792: inside a chunk of 512
+CHUNK = 512
+SERVER_ARGS = [
+    *("--chunked-prefill-size", str(CHUNK)),
+    # Room for the prompt and its forks; two other long prompts push them out to host memory.
+    *("--max-total-tokens", "6144"),
+    *("--max-running-requests", "16"),
+    *("--hicache-ratio", "6"),
+]
+CHECK_LINES = {
+    "window": "[SWA-DBG] restore verified",
+    "landing": "[LB-DEV] device landing byte-exact",
+    "state": "[C4-STATE-DBG] state ride bit-exact",
+}
+# What the request greps for as a failure; none of it may be in a log of ours.
+FAILURE = re.compile(r"MISMATCH|reuse_reject|BIND-MISS|AssertionError|Traceback")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One request of the script: its name in the table, its prompt, the hit the on-arm must make."""
+
+    name: str
+    prompt: str
+    kind: str
+    hit: int
+    tier: str
+
+
+def fork(tag: str) -> str:
+    """A prompt that shares exactly the first seven pages with PROMPT."""
+    return PROMPT[:FORK] + f"Here {tag} leaves the shared path. " * 20
+
+
+def last_page(prompt: str) -> int:
+    """The deepest boundary that a repeat of the prompt can hit: a last token must be computed."""
+    return (len(prompt) - 1) // PAGE * PAGE
+
+
+DEVICE_FORK, HOST_FORK = fork("the device fork"), fork("the host fork")
+SCRIPT = [
+    *(
+        Step(
+            f"round {i}", PROMPT, "chunk end", last_page(PROMPT) if i else 0, "device" if i else "-"
+        )
+        for i in range(ROUNDS)
+    ),
+    Step("fork", DEVICE_FORK, "interior", FORK, "device"),
+    Step("host repeat", PROMPT, "chunk end", last_page(PROMPT), "host"),
+    Step("host fork", HOST_FORK, "interior", FORK, "host"),
+]
+
+
+@dataclass
+class Row:
+    """What one step did in one arm."""
+
+    prompt_tokens: int
+    cached: int
+    source: str
+    verified: int
+    mismatches: int
+    text_equal: bool
+    logprobs_equal: bool
+
+
+@dataclass
+class Arm:
+    """One arm's results, by step name."""
+
+    flag: str
+    rows: dict[str, Row] = field(default_factory=dict)
+    cold: dict[str, tuple] = field(default_factory=dict)
+    failures: int = 0
+
+
+class Progress:
+    """One line a request, so that a run is visible while it runs."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        print(f"[{time.monotonic() - self._start:6.1f} s] {text}", flush=True)
+
+
+def ask(server: Server, prompt: str) -> tuple[tuple, dict]:
+    """Send one prompt; (what must be equal between hit and cold, the usage report)."""
+    reply = server.complete(prompt, max_tokens=8, logprobs=1, return_cached_tokens_details=True)
+    choice = reply["choices"][0]
+    logprobs = choice["logprobs"]
+    answer = (choice["text"], tuple(logprobs["tokens"]), tuple(logprobs["token_logprobs"]))
+    return answer, reply
+
+
+def dirty(server: Server, seed: int) -> None:
+    """Write other requests' rows over the ring rows of free slots, without caching a page."""
+    prompts = [[(seed * 131 + i * 17 + j * j) % 250 + 3 for j in range(200)] for i in range(3)]
+    server.generate_batch(prompts, max_new_tokens=1)
+
+
+def push_out(server: Server) -> None:
+    """Fill the device pool with other prompts, so that what was cached moves to host memory."""
+    for tag in ("one", "two", "three"):
+        server.complete(f"Prompt number {tag} has nothing in common. " * 40, max_tokens=1)
+
+
+def checks(log: str) -> dict[str, int]:
+    """How often each of the three check lines, and a failure, stands in a server log."""
+    counts = {name: log.count(text) for name, text in CHECK_LINES.items()}
+    counts["failures"] = sum(
+        1 for line in log.splitlines() if "server_args=" not in line and FAILURE.search(line)
+    )
+    return counts
+
+
+def run_arm(flag: str, log_path: Path, say: Progress) -> Arm:
+    """Start one arm's server, run the script, stop it."""
+    arm = Arm(flag)
+    env = {
+        "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": flag,
+        "SGLANG_UNIFIED_KV_BIT_EXACT_ALLOW_NON_HIP": "1",
+        "SGLANG_SWA_DBG_CHECKSUM": "1",
+    }
+    say(f"arm {flag}: starting the server")
+    with Server(SERVER_ARGS, env, log_path=log_path) as server:
+        say(f"arm {flag}: up after {server.boot_seconds:.0f} s")
+        for prompt in (PROMPT, DEVICE_FORK, HOST_FORK):
+            server.flush_cache()
+            arm.cold[prompt], reply = ask(server, prompt)
+            say(f"arm {flag}: cold, {reply['usage']['prompt_tokens']} tokens")
+        server.flush_cache()
+        for i, step in enumerate(SCRIPT):
+            if step.tier == "host":
+                push_out(server)
+            dirty(server, i)
+            before = checks(server.log())
+            answer, reply = ask(server, step.prompt)
+            after = checks(server.log())
+            verified = {name: after[name] - before[name] for name in CHECK_LINES}
+            details = (reply.get("sglext") or {}).get("cached_tokens_details") or {}
+            usage = reply["usage"]
+            arm.rows[step.name] = Row(
+                prompt_tokens=usage["prompt_tokens"],
+                cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+                source=source(details),
+                verified=min(verified.values()),
+                mismatches=after["failures"] - before["failures"],
+                text_equal=answer[:2] == arm.cold[step.prompt][:2],
+                logprobs_equal=answer[2] == arm.cold[step.prompt][2],
+            )
+            row = arm.rows[step.name]
+            say(
+                f"arm {flag}: {step.name}: cached {row.cached} ({row.source}), "
+                f"{'equal to' if row.logprobs_equal else 'DIFFERS from'} cold"
+            )
+        arm.failures = checks(server.log())["failures"]
+    return arm
+
+
+def source(details: dict) -> str:
+    """The tiers that a prefix came from, as in "device 1024 + host 1536"."""
+    parts = [f"{tier} {details[tier]}" for tier in ("device", "host") if details.get(tier)]
+    return " + ".join(parts) or "-"
+
+
+def problems(off: Arm, on: Arm) -> Iterator[str]:
+    """What does not hold, in words; nothing when the demo succeeded."""
+    for step in SCRIPT:
+        row = on.rows[step.name]
+        if row.cached != step.hit:
+            yield f"{step.name}: the on-arm reused {row.cached} tokens, not {step.hit}"
+        if row.verified != (step.hit > 0):
+            yield f"{step.name}: {row.verified} restores verified"
+        if step.tier == "host" and "host" not in row.source:
+            yield f"{step.name}: nothing came from host memory ({row.source})"
+        if step.tier == "device" and "host" in row.source:
+            yield f"{step.name}: not a pure device hit ({row.source})"
+        if row.mismatches:
+            yield f"{step.name}: {row.mismatches} failure lines in the log"
+        if not (row.text_equal and row.logprobs_equal):
+            yield f"{step.name}: the on-arm's answer differs from its cold run"
+    if on.failures or off.failures:
+        yield f"failure lines in the logs: off {off.failures}, on {on.failures}"
+    if on.cold != off.cold:
+        yield "the two arms' cold runs differ"
+    if not control(off):
+        yield "the negative control failed: the off-arm equals its cold run wherever it reused"
+
+
+def control(off: Arm) -> bool:
+    """Whether the off-arm differs from its cold run somewhere that it reused the cache."""
+    return any(r.cached > 0 and not (r.logprobs_equal and r.text_equal) for r in off.rows.values())
+
+
+def table(off: Arm, on: Arm) -> str:
+    """The one table."""
+    header = [
+        "request", "boundary", "prompt tokens", "cached off", "cached on", "from (on)",
+        "restores verified", "mismatches", "output = cold off/on", "logprobs = cold off/on",
+    ]  # fmt: skip
+    yes = {True: "yes", False: "NO"}
+    rows = []
+    for step in SCRIPT:
+        a, b = off.rows[step.name], on.rows[step.name]
+        rows.append([
+            step.name, step.kind if step.hit else "-", b.prompt_tokens, a.cached, b.cached, b.source,
+            b.verified, b.mismatches, f"{yes[a.text_equal]}/{yes[b.text_equal]}",
+            f"{yes[a.logprobs_equal]}/{yes[b.logprobs_equal]}",
+        ])  # fmt: skip
+    return tabulate(rows, header, tablefmt="github")
+
+
+def main() -> int:
+    """Run both arms; see the module's docstring for the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
+    options = parser.parse_args()
+    start = time.monotonic()
+    say = Progress()
+    with TemporaryDirectory() as scratch:
+        logs = options.logs or Path(scratch)
+        logs.mkdir(parents=True, exist_ok=True)
+        off, on = (run_arm(flag, logs / f"arm{flag}.log", say) for flag in ("0", "1"))
+    print("\n" + table(off, on) + "\n")
+    wrong = list(problems(off, on))
+    for line in wrong:
+        print(f"FAILED: {line}")
+    deepest = SCRIPT[ROUNDS - 1].name
+    print(
+        f"rounds={ROUNDS} cached_on={on.rows[deepest].cached} "
+        f"cached_off={off.rows[deepest].cached} "
+        f"host_hits={sum('host' in r.source for r in on.rows.values())} "
+        f"restores_verified={sum(r.verified for r in on.rows.values())} "
+        f"mismatches={on.failures + off.failures} exact={int(not wrong)} "
+        f"negative_control={int(control(off))} seconds={time.monotonic() - start:.0f}"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""Entry point (`sglang.srt.plugins`): SGLang calls `register` in each of its processes.
+
+At that time no argument has been parsed. With the flag off only the handling of arguments and
+environment is registered, and nothing that imports torch; with it on, also the two hooks that decide
+later whether the feature engages (factory.py).
+"""
+
+from __future__ import annotations
+
+from sglang_bitexact_hicache import options, seams
+
+
+def register() -> None:
+    """Registers the seams of the first phase; `load_plugins` applies them afterwards.
+
+    SGLang logs and swallows an exception here. `seams.require_live` finds out, where there is still
+    a seam that runs; a plugin that could not be imported at all leaves SGLang as it is.
+    """
+    options.install_env_fields()
+    seams.register(seams.When.ALWAYS)
+    if options.env_flag(options.ENV_FLAG):
+        seams.register(seams.When.FLAG)

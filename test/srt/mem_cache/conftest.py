@@ -1,0 +1,59 @@
+"""Lets SGLang be imported on a machine whose torch is CPU-only, before any test module does it.
+
+PyPI's torchvision is linked to CUDA; beside a CPU torch its operators are missing and `import
+torchvision` (which SGLang's imports reach) fails in a shape function for them. Declaring the schemas
+is enough. Does nothing where torch is a CUDA or ROCm build, where the operators exist, or where
+torchvision was imported already; so it may run any number of times.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+# Two cores are all that CI has, and other tests run beside these.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_PYTHON = Path(__file__).resolve().parents[3] / "python"
+if importlib.util.find_spec("sglang_bitexact_hicache") is None:
+    sys.path.insert(0, str(_PYTHON))
+
+
+def _declare_torchvision_operators() -> None:
+    import torch
+
+    if torch.version.cuda or torch.version.hip or "torchvision" in sys.modules:
+        return
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            torch.library.define(
+                f"torchvision::{name}",
+                "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+            )
+
+
+_declare_torchvision_operators()
+
+
+@pytest.fixture(scope="session")
+def scheduler_process(tmp_path_factory):
+    """Starts a scheduler process (scheduler_harness.py) with the feature on and its checks on:
+    `scheduler_process(name, args, **env)`; sizes that leave device hits alone."""
+    from scheduler_harness import SchedulerProcess
+
+    def start(name: str, args: list[str], **env: str) -> SchedulerProcess:
+        log_path = tmp_path_factory.mktemp("scheduler") / f"{name}.log"
+        flags = {
+            "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "1",
+            "SGLANG_UNIFIED_KV_BIT_EXACT_ALLOW_NON_HIP": "1",
+            "SGLANG_SWA_DBG_CHECKSUM": "1",
+            **env,
+        }
+        # Few request rows make SGLang's vestigial SWA budget push prefixes to host memory.
+        return SchedulerProcess(["--max-running-requests", "16", *args], flags, log_path=log_path)
+
+    return start

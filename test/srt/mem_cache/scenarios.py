@@ -1,0 +1,340 @@
+"""Scenarios that run inside a scheduler process (scheduler_harness.py): what the tests assert about.
+
+Each is a function of a Harness and returns plain values. All end with `leak_free`, so a slot, lock,
+row, staging record, token or thread that a scenario leaves behind fails whichever test ran it.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from scheduler_harness import Harness, Result, Steps
+
+from sglang_bitexact_hicache.device_view import DeviceView
+
+PAGE = 256
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """A prompt of random token ids; two seeds share nothing."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, 300) for _ in range(length)]
+
+
+# ---- building blocks
+
+
+def dirty_rings(h: Harness) -> None:
+    """Scribble every ring row and state row of every free request slot, as other requests would."""
+    # A view of its own, so that it works in a server without the feature as well.
+    view = DeviceView(h.pool)
+    generator = torch.Generator().manual_seed(h.state.setdefault("dirt", 1))
+    h.state["dirt"] += 1
+    free = sorted(h.scheduler.req_to_token_pool.free_slots)
+    for rings in view.rings.values():
+        for ring in rings:
+            for slot in free:
+                rows = ring.buffer[slot * ring.size : (slot + 1) * ring.size]
+                rows.copy_(torch.randn(rows.shape, generator=generator).to(rows.dtype) * 3)
+
+
+def cold(h: Harness, ids: Sequence[int], new: int) -> Steps:
+    """The answer on an empty cache."""
+    yield from h.flush()
+    result = yield from h.generate(ids, new)
+    assert result.cached == 0, result
+    return result
+
+
+def to_host(h: Harness) -> Steps:
+    """Push everything that is cached out of the device pool."""
+    yield from h.settle()
+    h.evict_device(1 << 30)
+    yield
+
+
+def counters(h: Harness) -> dict[str, int]:
+    """The feature's counters."""
+    return h.runtime.counters.snapshot()
+
+
+def since(h: Harness, before: dict[str, int]) -> dict[str, int]:
+    """What the counters gained."""
+    return {name: value - before[name] for name, value in counters(h).items()}
+
+
+def leak_free(h: Harness) -> Steps:
+    """Nothing is held any more, the tables agree with the tree, and a flush empties everything."""
+    yield from h.settle()
+    cache, runtime, scheduler = h.cache, h.runtime, h.scheduler
+    cache.check_integrity()
+    cache.sanity_check()
+    store = cache.store
+    assert not runtime._pending, "a pending restore was left"
+    assert len(cache.rows) == 0, "a row outlived its request"
+    assert not any(store.slots.is_used(s) for s in range(store.capacity)), "a slot is locked"
+    assert store.in_use() == len(store), "a slot is reserved"
+    for staging in (runtime._capture.staging, runtime._restore.staging):
+        assert staging.free == staging.slots, "device staging was not given back"
+    yield from h.flush()
+    assert store.in_use() == 0
+    assert len(cache.copies) == 0
+    assert not runtime._written
+    assert not runtime._read
+    pool = scheduler.req_to_token_pool
+    assert len(pool.free_slots) == pool.size, "a request row leaked"
+    allocator = scheduler.token_to_kv_pool_allocator.full_attn_allocator
+    assert allocator.available_size() == allocator.size, "device KV leaked"
+    for entry in cache.host_pool_group.entry_map.values():
+        assert entry.host_pool.available_size() == entry.host_pool.size, "host KV leaked"
+    threads = {t.name for t in threading.enumerate()}
+    assert threads <= h.state.setdefault("threads", threads), "a thread was left"
+
+
+@contextmanager
+def patched(target: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of an object for a while (controls: break one thing)."""
+    before = getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, before)
+
+
+# ---- scenarios
+
+
+def repeat(h: Harness, ids: Sequence[int], new: int, tier: str) -> Steps:
+    """Cold, then the same prompt again after its rings were dirtied: (cold, hit, counter gains)."""
+    first = yield from cold(h, ids, new)
+    if tier == "host":
+        yield from to_host(h)
+    dirty_rings(h)
+    before = counters(h)
+    hit = yield from h.generate(ids, new)
+    gains = since(h, before)
+    yield from leak_free(h)
+    return first, hit, gains
+
+
+def cold_gains(h: Harness, ids: Sequence[int], new: int) -> Steps:
+    """A cold run alone: ((its result,), counter gains)."""
+    yield from h.flush()
+    before = counters(h)
+    result = yield from h.generate(ids, new)
+    gains = since(h, before)
+    yield from leak_free(h)
+    return (result,), gains
+
+
+def fork(h: Harness, stem: Sequence[int], tail: Sequence[int], new: int, tier: str) -> Steps:
+    """A prompt that leaves a cached one: (its cold run, its hit, counter gains)."""
+    ids = [*stem, *tail]
+    first = yield from cold(h, ids, new)
+    yield from h.flush()
+    # The donor goes on differently after the stem.
+    yield from h.generate([*stem, *reversed(tail)], 1)
+    if tier == "host":
+        yield from to_host(h)
+    dirty_rings(h)
+    before = counters(h)
+    hit = yield from h.generate(ids, new)
+    gains = since(h, before)
+    yield from leak_free(h)
+    return first, hit, gains
+
+
+def broken_restore(h: Harness, ids: Sequence[int], new: int, how: str, checked: bool) -> Steps:
+    """A repeat with one thing broken: (cold, hit, counter gains).
+
+    `how`: "skip" leaves the rings as they were dirtied, "window" flips a bit of one window row in
+    host memory, "state" one of a C4 state row. `checked`: whether the debug checks run.
+    """
+    first = yield from cold(h, ids, new)
+    yield from h.settle()
+    runtime = h.runtime
+    original = runtime._restore.apply
+
+    def skipped(restores: Sequence[Any]) -> None:
+        for restore in restores:
+            runtime._restore.drop(restore)
+
+    if how != "skip":
+        pool = {"window": "swa_window", "state": "c4_state"}[how]
+        ring = runtime.view.rings[pool][1]
+        section = ring.section
+        # An exponent bit of the last row, which bf16 and fp32 both keep in the top byte: the value
+        # stays finite, so that the answer differs for the right reason.
+        row = section.offset + section.nbytes - section.row_bytes
+        for slot in range(runtime.pools.slots):
+            runtime.pools.record(pool, slot)[row + ring.buffer.element_size() - 1] ^= 0x08
+    dirty_rings(h)
+    before = counters(h)
+    with (
+        patched(runtime._restore, "apply", skipped if how == "skip" else original),
+        patched(runtime, "_checks", runtime._checks if checked else None),
+    ):
+        hit = yield from h.generate(ids, new)
+    gains = since(h, before)
+    again = yield from h.generate(prompt(77, 300), 2)
+    assert again.error is None, "the server did not go on"
+    yield from leak_free(h)
+    return first, hit, gains
+
+
+def no_truth_at_admission(h: Harness, ids: Sequence[int]) -> Steps:
+    """The re-check in prepare_for_extend fails: (result, counter gains, hit of a later repeat)."""
+    first = yield from cold(h, ids, 2)
+    before = counters(h)
+    with patched(h.cache, "final_truth", lambda req: None):
+        result = yield from h.generate(ids, 2)
+    gains = since(h, before)
+    later = yield from h.generate(ids, 2)
+    assert later.same_answer(first)
+    yield from leak_free(h)
+    return result, gains, later
+
+
+def twins(h: Harness, ids: Sequence[int], new: int) -> Steps:
+    """Two identical prompts at once: (cold, both results, counter gains)."""
+    first = yield from cold(h, ids, new)
+    yield from h.flush()
+    dirty_rings(h)
+    before = counters(h)
+    both = yield from h.finish(h.submit(ids, new), h.submit(ids, new))
+    gains = since(h, before)
+    yield from leak_free(h)
+    return first, both, gains
+
+
+def hit_while_copy_in_flight(h: Harness, ids: Sequence[int], new: int) -> Steps:
+    """A second, identical prompt is admitted while the first one's capture is still being copied.
+
+    Returns (cold, second's result, whether the capture had landed when its restore began).
+    """
+    first = yield from cold(h, ids, new)
+    yield from h.flush()
+    dirty_rings(h)
+    runtime = h.runtime
+    landed: list[bool] = []
+    stage = runtime._restore.stage
+
+    def observed(restore: Any) -> bool:
+        landed.append(restore.written.done())
+        # The second request's forward waits for the copy: let it go while it waits.
+        threading.Timer(0.3, lane._open.set).start()
+        return stage(restore)
+
+    lane = runtime._out_lane
+    with lane.held(), patched(runtime._restore, "stage", observed):
+        one = h.submit(ids, new)
+        while (one.extend_end or 0) < len(ids) or not one.kv.holds_kv:
+            yield
+        two = h.submit(ids, new)
+        _, second = yield from h.finish(one, two)
+    yield from leak_free(h)
+    return first, second, landed
+
+
+def interleaved(h: Harness, one: Sequence[int], two: Sequence[int], new: int) -> Steps:
+    """Two prompts in flight together, cold and then again: results of both rounds."""
+    colds = []
+    for ids in (one, two):
+        colds.append((yield from cold(h, ids, new)))
+    yield from h.flush()
+    dirty_rings(h)
+    together = yield from h.finish(h.submit(one, new), h.submit(two, new))
+    dirty_rings(h)
+    again = yield from h.finish(h.submit(one, new), h.submit(two, new))
+    yield from leak_free(h)
+    return colds, together, again
+
+
+def abort_in_flight(h: Harness, ids: Sequence[int]) -> Steps:
+    """A request is aborted while its capture is still being copied: (cold, a later repeat)."""
+    first = yield from cold(h, ids, 2)
+    yield from h.flush()
+    with h.runtime._out_lane.held():
+        req = h.submit(ids, 2)
+        while not h.runtime._written:
+            yield
+        h.abort(req)
+        for _ in range(3):
+            yield
+        threading.Timer(0.3, h.runtime._out_lane._open.set).start()
+        while req.kv.holds_kv:
+            yield
+    dirty_rings(h)
+    later = yield from h.generate(ids, 2)
+    yield from leak_free(h)
+    return first, later
+
+
+def capture_of(h: Harness, ids: Sequence[int], beside: Sequence[int] | None) -> Steps:
+    """The host records of a prompt's boundaries, captured alone or in batches with a decoding
+    request; with the forward modes that its chunks ran in."""
+    yield from h.flush()
+    other = None
+    if beside is not None:
+        other = h.submit(beside, 40, logprob=False)
+        while not other.output_ids:
+            yield
+    modes: list[str] = []
+    records: dict[int, dict[str, bytes]] = {}
+    runtime = h.runtime
+    finish = runtime._finish_capture
+
+    def observed(plan: Any, wanted: Sequence[Any]) -> None:
+        finish(plan, wanted)
+        runtime.drain()
+        for w in wanted:
+            if w.source.slot == req.kv.req_pool_idx:
+                records[w.source.boundary] = {
+                    pool: bytes(runtime.pools.device_part(pool, w.slot).numpy())
+                    for pool in runtime.pools.buffers
+                }
+
+    forward = runtime.forward
+
+    def watched(batch: Any) -> Any:
+        if req in batch.reqs and batch.forward_mode.is_extend():
+            modes.append(batch.forward_mode.name)
+        return forward(batch)
+
+    with patched(runtime, "_finish_capture", observed), patched(runtime, "forward", watched):
+        req = h.submit(ids, 2, logprob=False)
+        yield from h.finish(req)
+    if other is not None:
+        yield from h.finish(other)
+    yield from leak_free(h)
+    return records, modes
+
+
+def answers(h: Harness, prompts: Sequence[Sequence[int]], new: int) -> Steps:
+    """Each prompt in turn, over dirty rings, on a cache that starts empty: their Results (any arm)."""
+    yield from h.flush()
+    results: list[Result] = []
+    for ids in prompts:
+        dirty_rings(h)
+        results.append((yield from h.generate(ids, new)))
+    return results
+
+
+def what_is_installed(h: Harness) -> dict[str, Any]:
+    """Facts about the process that the strict no-op test compares."""
+    cache = h.cache
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return {
+        "cache": type(cache).__name__,
+        "tree_core": type(cache.tree_core).__name__,
+        "runtime": h.runtime is not None,
+        "host_pools": sorted(str(name) for name in cache.host_pool_group.entry_map),
+        "patched": sorted(HookRegistry._patched),
+    }

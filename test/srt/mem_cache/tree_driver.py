@@ -1,0 +1,431 @@
+"""Drives a BxCache as one scheduler does, with byte-compared hits. Used by the tree tests.
+
+Real: Req, match (`Req.init_next_round_input`), `checkpoint_kv_cache`, `release_kv_cache`, row and page
+allocation, the cache, its controller and pools. Written here: the admission of `PrefillAdder`
+(lock, load-back, lock), the "forward", which stamps each page it touches with a number that nobody
+else ever writes, and the truth record, which is a digest of the KV bytes of the whole row at the
+moment the forward ran. So a hit is right exactly when the bytes that the request's row holds at its
+final prefix have the digest that was stored in the truth slot the cache names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from bitexact_fixtures import PAGE, CpuStack
+
+DIGEST = 16
+
+
+class Violation(AssertionError):
+    """A hit whose bytes do not belong together, or bookkeeping that leaks."""
+
+
+def tokens(pages: int, tail: int = 0, *, branch_at: int | None = None, branch: int = 0) -> array:
+    """A prompt of `pages` whole pages and `tail` more tokens, equal for equal arguments.
+
+    Pages from `branch_at` on belong to the branch, so prompts share exactly `branch_at` pages.
+    """
+    ids = array("q")
+    for page in range(pages + (tail > 0)):
+        own = branch if branch_at is not None and page >= branch_at else 0
+        ids.extend(range(1 + page * PAGE + own * 10**6, 1 + (page + 1) * PAGE + own * 10**6))
+    return ids[: pages * PAGE + tail]
+
+
+class TreeDriver:
+    """See the module's docstring.
+
+    Args:
+        stack: from `make_cache`.
+        keep: which boundaries (in pages) of a row get truth; all by default.
+        seed: of the driver's own random choices (none in the directed tests).
+    """
+
+    def __init__(
+        self,
+        stack: CpuStack,
+        keep: Callable[[int], bool] = lambda _pages: True,
+        seed: int = 0,
+    ) -> None:
+        self.stack = stack
+        self.cache = stack.cache
+        self.keep = keep
+        self.random = random.Random(seed)
+        self.running: list[Any] = []
+        self.stats: Counter[str] = Counter()
+        self.truth_bytes = torch.zeros(self.cache.store.capacity, DIGEST, dtype=torch.uint8)
+        self.computed: dict[Any, int] = {}
+        self._unchecked: list[Any] = []
+        self._loads_queued = False
+        self._next_stamp = 0
+        self._next_rid = 0
+
+    # ---- a request's life
+
+    def admit(
+        self,
+        prompt: array,
+        *,
+        between: Callable[[], Any] = lambda: None,
+        decline: bool = False,
+        flush: bool = True,
+        req: Any = None,
+    ) -> Any:
+        """Match, load back and give a row, as one pass of PrefillAdder.add_one_req does.
+
+        Args:
+            between: runs after the match, with the device anchor locked, before the load-back.
+            decline: make the load-back fail for want of quota.
+            flush: start the load-back's copies and check the hit at once; False: with later ones.
+            req: a retracted Req to admit again.
+        """
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        cache = self.cache
+        if req is None:
+            self._next_rid += 1
+            req = Req(f"r{self._next_rid}", "", array("q", prompt), SamplingParams())
+        req.init_next_round_input(cache)
+        self.stats["matches"] += 1
+        anchor = cache.lock(req.last_node)
+        between()
+        if req.host_hit_length > 0:
+            promised = req.host_hit_length
+            pinned = cache.inc_host_lock_ref(req.best_match_node).to_dec_params()
+            loaded, req.last_node = cache.init_load_back(
+                InitLoadBackParams(
+                    best_match_node=req.best_match_node,
+                    host_hit_length=promised,
+                    mem_quota=0 if decline else None,
+                    req=req,
+                )
+            )
+            cache.dec_host_lock_ref(req.best_match_node, pinned)
+            if 0 < loaded < promised:
+                raise Violation(f"stock would refuse a partial load-back: {loaded} of {promised}")
+            self.stats["loaded" if loaded else "declined"] += 1
+            self._loads_queued |= loaded > 0
+            req.prefix_len += loaded
+            req.kv.cache_protected_len = req.prefix_len
+        req.lock = cache.lock(req.last_node)
+        cache.unlock(anchor)
+        if self.stack.req_to_token.alloc([req]) is None:
+            raise RuntimeError("the test ran out of request rows")
+        row = self._row(req)
+        if req.prefix_len:
+            row[: req.prefix_len] = cache.path_device_indices(req.last_node).to(row.dtype)
+        req.kv.kv_allocated_len = req.prefix_len
+        if not self._grow(req, req.prefix_len + 1):
+            raise RuntimeError("the test ran out of device pages")
+        # Stock gives a row pages for its whole extend; one token is what the least extend has.
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = req.prefix_len + 1
+        self.computed[req] = req.prefix_len
+        cache.row_taken(req)
+        self.running.append(req)
+        self._unchecked.append(req)
+        if flush:
+            self.flush_loads()
+        return req
+
+    def flush_loads(self) -> None:
+        """Start the queued load-backs (one merged copy) and check what every new request reads."""
+        if self._loads_queued:
+            self.cache.ready_to_load_host_cache()
+            self._loads_queued = False
+        for req in self._unchecked:
+            self._check_hit(req)
+        self._unchecked.clear()
+
+    @property
+    def loads_queued(self) -> bool:
+        """Whether loaded rows do not hold their bytes yet."""
+        return self._loads_queued
+
+    def forward(self, req: Any, end: int) -> None:
+        """Compute tokens [computed, end): stamp their pages, mint their ids, capture truth."""
+        start = self.computed[req]
+        if not self._grow(req, end):
+            raise RuntimeError("the test ran out of device pages")
+        pages = self.row_pages(req, -(-end // PAGE))
+        touched = range(start // PAGE, -(-end // PAGE))
+        own = [p for p in touched if p * PAGE >= req.kv.cache_protected_len]
+        self.stack.pages.stamp_device([pages[p] for p in own], [self._stamp() for _ in own])
+        self.computed[req] = end
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = end
+        self.cache.row_launched(req, end // PAGE)
+        for boundary in range(start // PAGE + 1, end // PAGE + 1):
+            if self.keep(boundary):
+                self.capture(req, boundary)
+
+    def capture(self, req: Any, boundary: int) -> bool:
+        """Store the truth of a boundary that the row holds; whether the gate can see it now."""
+        store = self.cache.store
+        slot = store.reserve()
+        if slot is None:
+            return False
+        self.truth_bytes[slot] = self.row_digest(req, boundary)
+        published = store.publish(self.cache.row_lineage(req, boundary), slot)
+        self.stats["published"] += published
+        return published
+
+    def prefill(self, req: Any, chunk_pages: int | None = None) -> None:
+        """Compute the whole prompt, in chunks of pages, with the checkpoint after each."""
+        total = len(req.origin_input_ids)
+        while self.computed[req] < total:
+            start = self.computed[req]
+            step = total if chunk_pages is None else (start // PAGE + chunk_pages) * PAGE
+            self.forward(req, min(step, total))
+            self.checkpoint(req)
+
+    def checkpoint(self, req: Any) -> None:
+        """Publish what is computed, as the scheduler does for an unfinished request."""
+        from sglang.srt.mem_cache.common import checkpoint_kv_cache
+
+        req.refresh_fill_ids()
+        req.extend_end = self.computed[req]
+        checkpoint_kv_cache(req, self.cache)
+
+    def decode(self, req: Any, ids: Iterable[int]) -> None:
+        """Append output tokens and compute their KV, one forward each as decode does."""
+        for token in ids:
+            req.output_ids.append(token)
+            req.refresh_fill_ids()
+            self.forward(req, self.computed[req] + 1)
+
+    def finish(self, req: Any) -> None:
+        """The request is done: its last pages go to the tree and the row is given back."""
+        from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+
+        req.finished_reason = FINISH_LENGTH(length=len(req.output_ids))
+        self._release(req, checkpoint=True)
+        self.stats["finished"] += 1
+
+    def drop(self, req: Any) -> None:
+        """Abort or retract: the row is given back and nothing of it is inserted."""
+        self._release(req, checkpoint=False)
+        self.stats["dropped"] += 1
+
+    def run(self, prompt: array, chunk_pages: int | None = None) -> Any:
+        """Admit, prefill, finish and settle one request; it stays readable as a record."""
+        req = self.admit(prompt)
+        self.prefill(req, chunk_pages)
+        self.finish(req)
+        self.settle()
+        return req
+
+    def hit(self, prompt: array) -> int:
+        """Pages a request with this prompt hits now, byte-compared; leaves no KV behind."""
+        req = self.admit(prompt)
+        hit = self.prefix_pages(req)
+        self.drop(req)
+        self.settle()
+        return hit
+
+    @staticmethod
+    def prefix_pages(req: Any) -> int:
+        """Pages of the request's final prefix, at admission."""
+        return req.prefix_len // PAGE
+
+    # ---- the world around it
+
+    def blind(self, prompt: array) -> Any:
+        """Admit a request that finds nothing, as one does that was matched before the others ran."""
+        cache = self.cache
+        with _hidden_truth(cache.store):
+            return self.admit(prompt)
+
+    def evict_device(self, pages: int = 10**4) -> None:
+        """Push unlocked nodes off the device, least recently used first."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        self.cache.evict(EvictParams(num_tokens=pages * PAGE))
+
+    def evict_host(self, pages: int) -> None:
+        """Drop host-only leaves."""
+        self.cache.evict_host(pages * PAGE)
+
+    def settle(self) -> None:
+        """Start what is queued and let it be acknowledged."""
+        self.flush_loads()
+        self.stack.settle()
+
+    def forget_truth(self, keep: Callable[[int], bool]) -> None:
+        """Drop the truths of page lineages for which `keep(lineage)` is false, as eviction would."""
+        store = self.cache.store
+        for lineage in list(store._slot_of):
+            if not keep(lineage):
+                store.slots.retire(store._slot_of.pop(lineage))
+
+    def insert_from_storage(self, prompt: array, first: int, stamps: list[int]) -> Any:
+        """Insert host pages [first, first + n) of the prompt below its deepest node that ends at
+        `first`, as a storage prefetch does. Returns stock's InsertResult."""
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        cache = self.cache
+        anchor = cache.tree_core.root_node
+        position = 0
+        while position < first:
+            key = RadixKey(prompt[position * PAGE : first * PAGE])
+            anchor = anchor.children[key.child_key(PAGE)]
+            position += len(anchor.key) // PAGE
+        assert position == first, "no node ends there"
+        host = self.stack.host_pool.alloc(len(stamps) * PAGE)
+        self.stack.pages.stamp_host((host[::PAGE] // PAGE).tolist(), stamps)
+        end = first + len(stamps)
+        result = cache.tree_core.insert_host(
+            anchor.id,
+            RadixKey(prompt[first * PAGE : end * PAGE]),
+            host,
+            [f"hash{page}" for page in range(first, end)],
+        )
+        cache._apply_cache_actions(result.cache_actions)
+        unused = host if result.host_insert_dropped else host[: result.prefix_len]
+        if len(unused):
+            self.stack.host_pool.free(unused)
+        return result
+
+    # ---- bytes
+
+    def stamp(self) -> int:
+        """A page content that nobody else ever writes."""
+        return self._stamp()
+
+    def row_pages(self, req: Any, pages: int) -> list[int]:
+        """Device pages of the row's first `pages` pages."""
+        return (self._row(req)[: pages * PAGE : PAGE] // PAGE).tolist()
+
+    def row_stamps(self, req: Any, pages: int) -> list[int]:
+        """KV bytes of the row's first `pages` pages."""
+        return self.stack.pages.read_device(self.row_pages(req, pages))
+
+    def row_digest(self, req: Any, pages: int) -> torch.Tensor:
+        """Digest of `row_stamps`."""
+        return digest(self.row_stamps(req, pages))
+
+    def node_stamps(self, node: Any, *, host: bool) -> list[int]:
+        """KV bytes of a node's pages on one tier."""
+        from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+        data = node.component_data[ComponentType.FULL]
+        rows = data.host_value if host else data.value
+        pages = (rows[::PAGE] // PAGE).tolist()
+        read = self.stack.pages.read_host if host else self.stack.pages.read_device
+        return read(pages)
+
+    # ---- checks
+
+    def check(self) -> None:
+        """Stock's sanity check, ours, and that no device page is owned twice."""
+        self.cache.sanity_check()
+        self.cache.check_integrity()
+        owners: Counter[int] = Counter()
+        from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+        for node in self.cache.tree_core._collect_all_nodes():
+            rows = node.component_data[ComponentType.FULL].value
+            if node.parent is not None and rows is not None:
+                owners.update((rows[::PAGE] // PAGE).tolist())
+        for req in self.running:
+            shared = req.kv.cache_protected_len // PAGE
+            owners.update(self.row_pages(req, -(-req.kv.kv_allocated_len // PAGE))[shared:])
+        owners.update(self.stack.allocator.full_attn_allocator.free_pages.tolist())
+        twice = [page for page, times in owners.items() if times > 1]
+        if twice:
+            raise Violation(f"device pages owned twice: {twice}")
+
+    def check_no_leak(self) -> None:
+        """End of a test: finish everything, empty the device; every page and id must be back."""
+        self.flush_loads()
+        for req in list(self.running):
+            self.drop(req)
+        self.settle()
+        self.check()
+        if len(self.cache.rows):
+            raise Violation("rows of requests that are gone")
+        self.evict_device()
+        self.evict_host(10**4)
+        self.check()
+        if self.stack.device_pages_free() * PAGE != self.stack.allocator.size_full:
+            raise Violation("device pages leaked")
+        if self.cache.store.in_use() or self.cache.store.lineages.references():
+            raise Violation("truth slots or lineages leaked")
+
+    # ---- internals
+
+    def _check_hit(self, req: Any) -> None:
+        pages = self.prefix_pages(req)
+        if pages == 0:
+            return
+        truth = self.cache.final_truth(req)
+        if truth is None:
+            raise Violation(f"{req.rid}: no truth at its final prefix of {pages} pages")
+        lineage, slot = truth
+        self.cache.store.lock(slot)
+        self.cache.store.touch(lineage)
+        if not torch.equal(self.row_digest(req, pages), self.truth_bytes[slot]):
+            raise Violation(f"{req.rid}: row {self.row_stamps(req, pages)} is not what truth saw")
+        self.cache.store.unlock(slot)
+        self.stats["hits"] += 1
+        self.stats["hit_pages"] += pages
+
+    def _release(self, req: Any, *, checkpoint: bool) -> None:
+        from sglang.srt.mem_cache.common import release_kv_cache
+
+        self.flush_loads()
+        self.running.remove(req)
+        self.computed.pop(req)
+        release_kv_cache(req, self.cache, checkpoint=checkpoint)
+
+    def _grow(self, req: Any, end: int) -> bool:
+        """Give the row device pages up to `end` tokens."""
+        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+        have = -(-req.kv.kv_allocated_len // PAGE)
+        need = -(-end // PAGE) - have
+        if need <= 0:
+            return True
+        allocator = self.stack.allocator.full_attn_allocator
+        short = need * PAGE - allocator.available_size()
+        if short > 0:
+            self.cache.evict_for_alloc(EvictParams(num_tokens=short))
+        fresh = allocator.alloc(need * PAGE)
+        if fresh is None:
+            return False
+        row = self._row(req)
+        row[have * PAGE : have * PAGE + need * PAGE] = fresh.to(row.dtype)
+        return True
+
+    def _row(self, req: Any) -> torch.Tensor:
+        return self.stack.req_to_token.req_to_token[req.kv.req_pool_idx]
+
+    def _stamp(self) -> int:
+        self._next_stamp += 1
+        return self._next_stamp
+
+
+def digest(stamps: list[int]) -> torch.Tensor:
+    """The bytes that stand for a truth computed over these pages."""
+    raw = hashlib.blake2b(array("q", stamps).tobytes(), digest_size=DIGEST).digest()
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+class _hidden_truth:
+    """Context: the store has no truth, but keeps its slots."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __enter__(self) -> None:
+        self._kept, self._store._slot_of = self._store._slot_of, {}
+
+    def __exit__(self, *_exc: object) -> None:
+        self._store._slot_of = self._kept

@@ -389,6 +389,15 @@ SEAMS: tuple[Seam, ...] = (
         "mem_cache/common.py:439 release_kv_cache",
     ),
     Seam(
+        f"{_CACHE}.release_host_resources",
+        Kind.SUBCLASS,
+        "tree:BxCache.release_host_resources",
+        "graceful shutdown: end the copy threads, let the truth pools go",
+        ("self",),
+        When.ENGAGED,
+        "managers/scheduler.py:1967 release_host_resources",
+    ),
+    Seam(
         f"{_CACHE}._match_tree",
         Kind.SUBCLASS,
         "tree:BxCache._match_tree",

@@ -430,6 +430,13 @@ class BxCache(UnifiedRadixCache):
         if self.truth_runtime is not None:
             self.truth_runtime.forget(req)
 
+    def release_host_resources(self) -> None:
+        """Graceful shutdown: the byte side ends its threads and lets its host memory go. Idempotent."""
+        super().release_host_resources()
+        runtime, self.truth_runtime = self.truth_runtime, None
+        if runtime is not None:
+            runtime.close()
+
     def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
         """Ends the match at the deepest page that the gate accepts, cutting a node if need be.
 

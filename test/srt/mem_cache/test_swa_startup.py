@@ -71,7 +71,7 @@ def test_help_of_the_server_shows_the_arguments():
         [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--help"],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         env={**os.environ, "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "0"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
@@ -552,7 +552,7 @@ def _start(*args: str) -> subprocess.CompletedProcess[str]:
         env=launch.server_env({**ENGAGING_ENV, "PYTHONWARNINGS": "ignore"}),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
 
 

@@ -49,10 +49,10 @@ class Fuzz:
         # A small host pool and few truth slots are what makes eviction happen on every tier.
         ratio, slots = pick([1.2, 2.0]), pick([6, 20, 60])
         stack = make_cache(
-            make_server_args(hicache_ratio=ratio), pages=pick([24, 32]), slots=slots, rows=8
+            make_server_args(hicache_ratio=ratio), pages=pick([28, 40]), slots=slots, rows=8
         )
         self.pages = stack.allocator.size_full // PAGE
-        chance = pick([0.3, 0.6, 1.0])
+        chance = pick([0.2, 0.6, 1.0])
         self.driver = TreeDriver(stack, lambda _pages: self.random.random() < chance, seed)
         self.cache = stack.cache
         self.deferred = pick([False, True])
@@ -64,12 +64,14 @@ class Fuzz:
 
     def _make_prompts(self) -> list[array]:
         rnd = self.random
-        pages = [[array("q", rnd.choices(range(1000), k=PAGE)) for _ in range(2)] for _ in range(8)]
+        pages = [
+            [array("q", rnd.choices(range(1000), k=PAGE)) for _ in range(2)] for _ in range(11)
+        ]
         prompts = []
-        for _ in range(8):
+        for _ in range(6):
             prompt = array("q")
-            for level in range(rnd.randrange(1, 8)):
-                prompt += pages[level][rnd.randrange(2 if level > 1 else 1)]
+            for level in range(rnd.randrange(1, 11)):
+                prompt += pages[level][rnd.randrange(2 if level in (2, 5) else 1)]
             prompts.append(prompt)
         return prompts
 
@@ -89,7 +91,8 @@ class Fuzz:
         weighted = [
             (25, "admit", self.admit),
             (10, "evict device", lambda: driver.evict_device(rnd.choice([2, 4, 8, 99]))),
-            (4, "evict host", lambda: driver.evict_host(rnd.randrange(1, 5))),
+            (2, "evict host", lambda: driver.evict_host(rnd.randrange(1, 5))),
+            (4, "cool", self.cool),
             (1 if self.hog is None else 8, "hog", self.hog_host),
             (2, "storage", self.storage),
             (3, "forget", self.forget),
@@ -160,6 +163,15 @@ class Fuzz:
 
     def finish(self) -> None:
         self.driver.finish(self.random.choice(self.driver.running))
+
+    def cool(self) -> None:
+        """Everything finishes, is backed up where there is room, and leaves the device."""
+        driver = self.driver
+        driver.flush_loads()
+        for req in list(driver.running):
+            driver.finish(req)
+        driver.settle()
+        driver.evict_device()
 
     def hog_host(self) -> None:
         """Let backups fail for want of host memory, and recover."""

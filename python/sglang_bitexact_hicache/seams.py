@@ -118,7 +118,7 @@ SEAMS: tuple[Seam, ...] = (
         "their values, on the record that goes to every process",
         ("cls", "args"),
         When.ALWAYS,
-        "server_args.py:711 prepare_server_args",
+        "server_args.py:710 prepare_server_args",
     ),
     Seam(
         "sglang.srt.arg_groups.hicache_hook.handle_hicache",
@@ -181,7 +181,7 @@ SEAMS: tuple[Seam, ...] = (
             "return_kv_loc_plan",
         ),
         When.ENGAGED,
-        "managers/scheduler.py:4816 run_batch",
+        "managers/scheduler.py:4704 (overlap), 4870 run_batch",
     ),
     Seam(
         "sglang.srt.layers.attention.deepseek_v4_backend_hip_radix.DeepseekV4HipRadixBackend"
@@ -204,7 +204,7 @@ SEAMS: tuple[Seam, ...] = (
             "wo_a_quant_freqs",
         ),
         When.ENGAGED,
-        "layers/attention/deepseek_v4_backend_hip_radix.py:3303 forward",
+        "layers/attention/deepseek_v4_backend_hip_radix.py:3303 _forward_attention",
     ),
     Seam(
         "sglang.srt.layers.attention.dsv4.compressor_v2.CompressorBackendMixin"
@@ -244,7 +244,7 @@ SEAMS: tuple[Seam, ...] = (
         "an insert begins: whose row it is",
         ("self", "req", "insert_params", "token_ids_len", "is_finished"),
         When.ENGAGED,
-        "mem_cache/unified_radix_cache.py:1164 checkpoint_into_tree",
+        "mem_cache/unified_radix_cache.py:1192 checkpoint_into_tree",
     ),
     Seam(
         f"{_TREE}.base.TreeComponent.cleanup_after_caching_req",
@@ -253,7 +253,7 @@ SEAMS: tuple[Seam, ...] = (
         "an insert is over: the row takes the tree's identities",
         ("self", "req", "is_finished", "insert_result", "insert_params"),
         When.ENGAGED,
-        "mem_cache/unified_radix_cache.py:1164 checkpoint_into_tree",
+        "mem_cache/unified_radix_cache.py:1322 checkpoint_into_tree",
     ),
     Seam(
         f"{_TREE}.base.TreeComponent.commit_insert_component_data",
@@ -262,7 +262,7 @@ SEAMS: tuple[Seam, ...] = (
         "a new leaf takes the inserting row's identities",
         ("self", "node", "is_new_leaf", "params", "result", "cache_actions"),
         When.ENGAGED,
-        "mem_cache/unified_cache/unified_tree_core.py:1449 _insert_tail_step",
+        "mem_cache/unified_cache/unified_tree_core.py:1414 _insert_commit_step",
     ),
     Seam(
         f"{_TREE}.full.FullComponent.redistribute_on_node_split",
@@ -271,7 +271,7 @@ SEAMS: tuple[Seam, ...] = (
         "a node is cut, and its identities with it",
         ("self", "new_parent", "child"),
         When.ENGAGED,
-        "mem_cache/unified_cache/unified_tree_core.py _split_node",
+        "mem_cache/unified_cache/unified_tree_core.py:1501 _split_node",
     ),
     Seam(
         f"{_TREE}.full.FullComponent.commit_hicache_transfer",
@@ -288,7 +288,7 @@ SEAMS: tuple[Seam, ...] = (
             "pool_storage_result",
         ),
         When.ENGAGED,
-        "mem_cache/unified_cache/unified_tree_core.py:2668 commit_backup, 2694 commit_load_back",
+        "mem_cache/unified_cache/unified_tree_core.py:2679 commit_backup, 2717 commit_load_back",
     ),
     Seam(
         f"{_TREE}.full.FullComponent.evict_component",
@@ -297,7 +297,7 @@ SEAMS: tuple[Seam, ...] = (
         "rows are given up, and their identities with them",
         ("self", "node", "device_frees", "host_frees", "cache_actions", "target"),
         When.ENGAGED,
-        "mem_cache/unified_cache/unified_tree_core.py:2090 _demote, 2046 _evict_host_leaf",
+        "mem_cache/unified_cache/unified_tree_core.py:2234 _evict_component_and_detach_lru",
     ),
     Seam(
         f"{_TREE}.swa.SWAComponent.create_match_validator",
@@ -306,7 +306,7 @@ SEAMS: tuple[Seam, ...] = (
         "the gate, for the device-only and the host-aware walk",
         ("self", "match_device_only"),
         When.ENGAGED,
-        "mem_cache/unified_cache/unified_tree_core.py:905 _match_prefix_helper",
+        "mem_cache/unified_cache/unified_tree_core.py:901 _create_match_validators",
     ),
     Seam(
         f"{_TREE}.swa.SWAComponent.finalize_match_result_in_tree_core",
@@ -315,7 +315,7 @@ SEAMS: tuple[Seam, ...] = (
         "no SWA host hit and no branching point: neither exists here",
         ("self", "result", "params", "value_chunks", "best_value_len"),
         When.ENGAGED,
-        "mem_cache/unified_cache/unified_tree_core.py:1012 _match_post_processor",
+        "mem_cache/unified_cache/unified_tree_core.py:1055 _match_post_processor",
     ),
     Seam(
         f"{_TREE}.swa.SWAComponent.recover_after_unevict",
@@ -332,7 +332,7 @@ SEAMS: tuple[Seam, ...] = (
             "cache_actions",
         ),
         When.ENGAGED,
-        "mem_cache/unified_cache/unified_tree_core.py:1564 _unevict_node_on_insert",
+        "mem_cache/unified_cache/unified_tree_core.py:1316 _insert_walk_step",
     ),
     Seam(
         f"{_TREE}.swa.SWAComponent.update_component_on_insert_overlap",
@@ -350,7 +350,7 @@ SEAMS: tuple[Seam, ...] = (
             "cache_actions",
         ),
         When.ENGAGED,
-        "mem_cache/unified_cache/unified_tree_core.py:1332 _insert_overlap_step",
+        "mem_cache/unified_cache/unified_tree_core.py:1340 _insert_overlap_step",
     ),
     Seam(
         "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore.insert_host",
@@ -359,7 +359,7 @@ SEAMS: tuple[Seam, ...] = (
         "pages from storage have no identity",
         ("self", "node_id", "key", "host_value", "hash_value"),
         When.ENGAGED,
-        "mem_cache/unified_radix_cache.py:2422 _handle_prefetch_result",
+        "mem_cache/unified_radix_cache.py:2473 _handle_prefetch_result",
     ),
     Seam(
         f"{_CACHE}.swa_reprefill_tail_tokens",
@@ -368,7 +368,7 @@ SEAMS: tuple[Seam, ...] = (
         "nothing is computed again: the window is restored",
         ("self", "req"),
         When.ENGAGED,
-        "mem_cache/common.py:193 _req_radix_key",
+        "mem_cache/common.py:201 _req_radix_key",
     ),
     Seam(
         f"{_CACHE}.init_load_back",
@@ -404,7 +404,7 @@ SEAMS: tuple[Seam, ...] = (
         "the match ends at the deepest page that the gate accepts",
         ("self", "params"),
         When.ENGAGED,
-        "mem_cache/unified_radix_cache.py:613 match_prefix",
+        "mem_cache/unified_radix_cache.py:617 match_prefix",
     ),
     Seam(
         f"{_CACHE}._reset_full",
@@ -413,7 +413,7 @@ SEAMS: tuple[Seam, ...] = (
         "a flush forgets identities, rows and truths too",
         ("self",),
         When.ENGAGED,
-        "mem_cache/unified_radix_cache.py:416 reset",
+        "mem_cache/unified_radix_cache.py:419 reset",
     ),
 )
 

@@ -9,5 +9,7 @@ Imported at interpreter start by a .pth file, so this module stays empty and che
 * ``invariant``: matrix products whose rows do not depend on the batch around them.
 * ``weights``: seeded parameters for ``--load-format dummy``.
 * ``launch``: start, ask and stop a server (demo and tests use this).
+* ``watchdog``: ends a server whose parent is gone.
+* ``torchvision_shim``: lets PyPI's torchvision be imported beside a CPU torch.
 * ``poke``: test-only access to the pools of a running server.
 """

@@ -29,9 +29,11 @@ def register() -> None:
 
     Every process of a server gets this, so that all of them resolve the same memory layout;
     the kernels are installed by the platform object, in the process that owns a model runner.
+    The launcher also gets the watchdog over its parent.
     """
     if not selected():
         return
-    from dsv4_reference_platform import install
+    from dsv4_reference_platform import install, watchdog
 
+    watchdog.start()
     install.open_unified_kv_gate()

@@ -28,6 +28,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dsv4_reference_platform.watchdog import PARENT_VARIABLE
+
 MODEL_PATH = Path(__file__).parent / "model"
 
 # What the unified_kv path asks of the environment when no GPU kernel library is there.
@@ -40,7 +42,8 @@ PLATFORM_ENV = {
     "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0",
     "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0",
     "SGLANG_OPT_USE_TILELANG_MHC_POST": "0",
-    # A Triton kernel outside the replaced ones still runs (slowly) instead of failing.
+    # A Triton kernel that is not replaced fails at its launch, instead of running in the
+    # interpreter a thousand times slower without anyone noticing.
     "TRITON_INTERPRET": "0",
     # Same bits for the same product, wherever the operands lie in memory.
     "MKL_CBWR": "AUTO",
@@ -58,6 +61,8 @@ PLATFORM_ARGS = (
     "--dsa-topk-backend", "torch",
     "--mem-fraction-static", "0.3",
     "--skip-server-warmup",
+    # An idle scheduler spins otherwise, and takes a core from every other server.
+    "--sleep-on-idle",
 )  # fmt: skip
 
 # The flags of the request that apply on one CPU rank.
@@ -158,7 +163,7 @@ class Server:
     ) -> None:
         self.port = free_port()
         self.argv = server_argv(self.port, args, hicache=hicache)
-        self.env = server_env(env)
+        self.env = server_env({PARENT_VARIABLE: str(os.getpid()), **(env or {})})
         if log_path is None:
             handle, log_path = tempfile.mkstemp(prefix="dsv4-reference-", suffix=".log")
             os.close(handle)

@@ -21,7 +21,6 @@ Scheduler thread only, like everything in SGLang's tree.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -559,57 +558,6 @@ class BxCache(UnifiedRadixCache):
             return ROOT
         copy = self.copies.of(node_id).dev
         return UNKNOWN if copy is None else copy.last_id
-
-
-OVERRIDES: dict[type, tuple[str, ...]] = {
-    BxFull: (
-        "prepare_for_caching_req",
-        "cleanup_after_caching_req",
-        "commit_insert_component_data",
-        "redistribute_on_node_split",
-        "commit_hicache_transfer",
-        "evict_component",
-    ),
-    BxSWA: (
-        "create_match_validator",
-        "finalize_match_result_in_tree_core",
-        "recover_after_unevict",
-        "update_component_on_insert_overlap",
-    ),
-    BxTreeCore: ("insert_host",),
-    BxCache: (
-        "swa_reprefill_tail_tokens",
-        "init_load_back",
-        "on_release",
-        "_match_tree",
-        "_reset_full",
-    ),
-}
-"""Every stock method that these classes override, for `check_overrides` and for the seam table."""
-
-
-def check_overrides() -> None:
-    """Raise ValueError naming each override whose stock method is gone or takes other parameters."""
-    problems = []
-    for ours, names in OVERRIDES.items():
-        stock = ours.__bases__[0]
-        for name in names:
-            target = getattr(stock, name, None)
-            if target is None:
-                problems.append(f"{stock.__qualname__}.{name} is not there")
-                continue
-            theirs = set(inspect.signature(target).parameters)
-            taken = inspect.signature(vars(ours)[name]).parameters
-            open_ended = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-            missing = theirs - set(taken)
-            invented = {p for p in taken if taken[p].kind is not taken[p].VAR_KEYWORD} - theirs
-            if invented or (missing and not open_ended):
-                problems.append(f"{stock.__qualname__}.{name} takes ({', '.join(sorted(theirs))})")
-    if problems:
-        raise ValueError(
-            "strict bit-exact HiCache does not fit this SGLang's prefix cache: "
-            + "; ".join(problems)
-        )
 
 
 def _register_tree_core() -> None:

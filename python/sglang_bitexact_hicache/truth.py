@@ -9,12 +9,10 @@ Invariants (tests cite them):
 
 T1. At most one slot per lineage, at most one lineage per slot.
 T2. A lineage has truth only while a node copy or a running row refers to it.
-T3. A slot is reused only when nothing locks it and no copy of it is in flight.
+T3. A slot is reused only when nothing locks it.
 
-On several ranks the calls must come in the same order everywhere, `copy_finished` and `unlock`
-included: a slot in use is not evicted, so calling them when an event happens to be ready would let
-ranks evict different truths. Call them where all ranks stand alike, for example when the result of
-the forward that used the slot is processed.
+On several ranks the calls must come in the same order everywhere, `unlock` included: a locked slot is
+not evicted, so unlocking when an event happens to be ready would let ranks evict different truths.
 
 Pure Python. Scheduler thread only.
 """
@@ -40,7 +38,7 @@ class TruthCounters:
     publish_refused: int = 0
     """Captures whose page was dead, or had truth already, when they were published."""
     reserve_failed: int = 0
-    """Captures that found every slot reserved, locked or in flight."""
+    """Captures that found every slot reserved or locked."""
 
 
 class TruthStore:
@@ -53,11 +51,6 @@ class TruthStore:
         self._slot_of: dict[int, int] = {}
 
     @property
-    def epoch(self) -> int:
-        """Counts flushes."""
-        return self.slots.epoch
-
-    @property
     def capacity(self) -> int:
         """Slots in all."""
         return self.slots.capacity
@@ -66,7 +59,7 @@ class TruthStore:
         """A slot for a capture, RESERVED for the caller, who must `publish` or `discard` it.
 
         When no slot is free, the least recently used truth that nothing uses is evicted. None (and
-        a counter) when every slot is reserved, locked or in flight.
+        a counter) when every slot is reserved or locked.
         """
         slot = self.slots.take()
         if slot is not None:
@@ -83,7 +76,7 @@ class TruthStore:
     def publish(self, lineage: int, slot: int) -> bool:
         """RESERVED to OWNED: the page with this lineage has truth from now on.
 
-        False, and the slot is freed (when its copies are done), when nothing refers to the lineage
+        False, and the slot is freed, when nothing refers to the lineage
         or it has truth already.
         """
         if lineage in self._slot_of or not self.lineages.alive(lineage):
@@ -96,7 +89,7 @@ class TruthStore:
         return True
 
     def discard(self, slot: int) -> None:
-        """Give back a RESERVED slot unused; it is free when its copies are done."""
+        """Give back a RESERVED slot unused."""
         if self.slots.state(slot) is not SlotState.RESERVED:
             raise SlotError(f"slot {slot} is {self.slots.state(slot).value}, not reserved")
         self.slots.retire(slot)
@@ -126,26 +119,14 @@ class TruthStore:
         """Undo one `lock`."""
         self.slots.unlock(slot)
 
-    def copy_started(self, slot: int) -> int:
-        """A copy of the slot's bytes is in flight; returns the epoch for `copy_finished`.
-
-        For a capture call it before `publish`: after that the lineage may die at any tree
-        operation, and a slot without a copy in flight would be handed out again.
-        """
-        return self.slots.copy_started(slot)
-
-    def copy_finished(self, slot: int, epoch: int) -> bool:
-        """One copy is done; False, and ignored, where no such copy is in flight."""
-        return self.slots.copy_finished(slot, epoch)
-
     def in_use(self) -> int:
         """Slots that are not free."""
         return self.capacity - self.slots.count(SlotState.FREE)
 
     def reset(self) -> None:
-        """A flush: every truth, reservation and reference is forgotten, and the epoch advances.
+        """A flush: every truth, reservation and reference is forgotten.
 
-        Slots that are locked or have copies in flight come back when those end.
+        Slots that are locked come back at their last unlock.
         """
         self._slot_of.clear()
         self.lineages.reset()

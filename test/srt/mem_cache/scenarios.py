@@ -77,7 +77,7 @@ def leak_free(h: Harness) -> Steps:
     store = cache.store
     assert not runtime._pending, "a pending restore was left"
     assert len(cache.rows) == 0, "a row outlived its request"
-    assert not any(store.slots.is_used(s) for s in range(store.capacity)), "a slot is locked"
+    assert not any(store.slots.is_locked(s) for s in range(store.capacity)), "a slot is locked"
     assert store.in_use() == len(store), "a slot is reserved"
     for staging in (runtime._capture.staging, runtime._restore.staging):
         assert staging.free == staging.slots, "device staging was not given back"

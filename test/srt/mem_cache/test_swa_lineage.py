@@ -581,10 +581,9 @@ def test_flush_forgets_everything_and_slots_come_back(drive):
     store = driver.cache.store
     held = store.lookup(next(iter(store._slot_of)))
     store.lock(held)
-    epoch = store.epoch
     driver.cache.reset()
     driver.stack.allocator.clear()
-    assert store.epoch == epoch + 1 and len(store) == 0 and store.in_use() == 1
+    assert len(store) == 0 and store.in_use() == 1
     assert len(driver.cache.copies) == 0 and len(driver.cache.rows) == 0
     store.unlock(held)
     assert store.in_use() == 0
@@ -670,11 +669,9 @@ def test_the_stock_factory_builds_it(drive):
 
 
 def test_installed_sglang_writes_tree_rows_only_where_we_look():
-    from sglang_bitexact_hicache.tree import check_overrides
     from sglang_bitexact_hicache.tree_writers import check_tree_writers
 
     check_tree_writers()
-    check_overrides()
 
 
 def test_an_unknown_writer_is_named():
@@ -709,15 +706,3 @@ class Core:
         check_tree_writers({**WRITERS, split: Known(9, "x")})
     with pytest.raises(ValueError, match=r"m\.gone \(\.value\) does not write any more"):
         check_tree_writers({**WRITERS, Writer("m", "gone", "value"): Known(1, "x")})
-
-
-def test_a_changed_stock_method_is_named(monkeypatch):
-    from sglang_bitexact_hicache import tree
-
-    stock = tree.BxSWA.__bases__[0]
-    monkeypatch.setattr(stock, "recover_after_unevict", lambda self, node, rows: None)
-    with pytest.raises(ValueError, match="recover_after_unevict takes"):
-        tree.check_overrides()
-    monkeypatch.setitem(tree.OVERRIDES, tree.BxTreeCore, ("insert_from_mars",))
-    with pytest.raises(ValueError, match="insert_from_mars is not there"):
-        tree.check_overrides()

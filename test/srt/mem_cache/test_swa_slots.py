@@ -25,7 +25,7 @@ CAPACITY = 3
 class TruthMachine(RuleBasedStateMachine):
     """Drives a TruthStore as capture, restore, tree and flush do, in any order.
 
-    The model knows only what the caller knows: which slots it holds reserved, locked or in flight,
+    The model knows only what the caller knows: which slots it holds reserved or locked,
     which ids it holds, and in which order truths were last used.
     """
 
@@ -37,8 +37,6 @@ class TruthMachine(RuleBasedStateMachine):
         self.held: Counter[int] = Counter()
         self.reserved: list[int] = []
         self.locked: list[int] = []
-        self.in_flight: list[tuple[int, int]] = []
-        self.over: list[tuple[int, int]] = []
         self.recency: list[int] = []  # lineages with truth, least recently used first
 
     # ---- the tree and the rows
@@ -71,7 +69,7 @@ class TruthMachine(RuleBasedStateMachine):
     def reserve(self) -> None:
         """LRU: when nothing is free, the oldest truth that nothing uses goes, and only that one."""
         free = CAPACITY - self.store.in_use()
-        idle = [x for x in self.recency if not self._used(self.store.lookup(x))]
+        idle = [x for x in self.recency if self.store.lookup(x) not in self.locked]
         slot = self.store.reserve()
         if free:
             assert slot is not None
@@ -81,7 +79,7 @@ class TruthMachine(RuleBasedStateMachine):
         else:
             assert slot is None
             return
-        assert slot not in self.reserved and not self._used(slot)
+        assert slot not in self.reserved and slot not in self.locked
         self.reserved.append(slot)
 
     @precondition(lambda self: self.reserved and self.held)
@@ -117,7 +115,7 @@ class TruthMachine(RuleBasedStateMachine):
     def discard(self, data: st.DataObject) -> None:
         self.store.discard(self._pop(data, self.reserved))
 
-    # ---- restore and copies
+    # ---- restore
 
     @precondition(lambda self: self.recency)
     @rule(data=st.data())
@@ -135,40 +133,14 @@ class TruthMachine(RuleBasedStateMachine):
     def unlock(self, data: st.DataObject) -> None:
         self.store.unlock(self._pop(data, self.locked))
 
-    @precondition(lambda self: self.reserved or self.recency)
-    @rule(data=st.data())
-    def copy_started(self, data: st.DataObject) -> None:
-        owned = [self.store.lookup(x) for x in self.recency]
-        slot = data.draw(st.sampled_from(self.reserved + owned))
-        self.in_flight.append((slot, self.store.copy_started(slot)))
-
-    @precondition(lambda self: self.in_flight)
-    @rule(data=st.data())
-    def copy_finished(self, data: st.DataObject) -> None:
-        copy = self._pop(data, self.in_flight)
-        assert self.store.copy_finished(*copy) is True
-        self.over.append(copy)
-
-    @precondition(lambda self: self.over)
-    @rule(data=st.data())
-    def late_completion(self, data: st.DataObject) -> None:
-        """S4: one that is over already, or of an epoch that is over, changes nothing."""
-        slot, epoch = data.draw(st.sampled_from(self.over))
-        if (slot, epoch) in self.in_flight:
-            return
-        before = (self.store.in_use(), self.store.slots.state(slot))
-        assert self.store.copy_finished(slot, epoch) is False
-        assert (self.store.in_use(), self.store.slots.state(slot)) == before
-
     # ---- flush
 
     @rule(dice=st.integers(0, 7))
     def flush(self, dice: int) -> None:
         if dice:
             return  # seldom, or the store would never fill
-        epoch = self.store.epoch
         self.store.reset()
-        assert self.store.epoch == epoch + 1 and len(self.store) == 0
+        assert len(self.store) == 0
         self.held.clear()
         self.reserved.clear()
         self.recency.clear()
@@ -189,11 +161,11 @@ class TruthMachine(RuleBasedStateMachine):
         owners = [store.slots.owner(slot) for slot in store.slots.least_recent_first()]
         assert owners == self.recency
         # S2, T3 and nothing leaked: a slot is in use exactly while somebody needs it.
-        needed = {*slots, *self.reserved, *self.locked, *(slot for slot, _ in self.in_flight)}
+        needed = {*slots, *self.reserved, *self.locked}
         in_use = {s for s in range(CAPACITY) if store.slots.state(s) is not SlotState.FREE}
         assert in_use == needed and store.in_use() == len(needed)
         for slot in range(CAPACITY):
-            assert store.slots.is_used(slot) == self._used(slot)
+            assert store.slots.is_locked(slot) == (slot in self.locked)
 
     def teardown(self) -> None:
         if not hasattr(self, "store"):
@@ -204,17 +176,12 @@ class TruthMachine(RuleBasedStateMachine):
             self.store.discard(slot)
         for slot in self.locked:
             self.store.unlock(slot)
-        for copy in self.in_flight:
-            self.store.copy_finished(*copy)
         assert self.store.in_use() == 0 and len(self.store) == 0
         self.store.check_integrity()
 
     def _hold(self, lineage: int) -> None:
         self.store.lineages.hold((lineage,))
         self.held[lineage] += 1
-
-    def _used(self, slot: int) -> bool:
-        return slot in self.locked or any(s == slot for s, _ in self.in_flight)
 
     @staticmethod
     def _pop(data: st.DataObject, items: list) -> object:
@@ -230,14 +197,14 @@ TestTruthMachine.settings = settings(
 # ---- controls: the machine finds a broken rule
 
 
-class ReusesInFlight(TruthStore):
+class ReusesLocked(TruthStore):
     def reserve(self):
         slot = self.slots.take()
         if slot is not None or not self._slot_of:
             return slot
         victim = self.slots.least_recent_first()[0]
         del self._slot_of[self.slots.owner(victim)]
-        self.slots._slots[victim].locks = self.slots._slots[victim].copies = 0
+        self.slots._slots[victim].locks = 0
         self.slots.retire(victim)
         return self.slots.take()
 
@@ -253,21 +220,12 @@ class EvictsTheNewest(TruthStore):
         return chosen
 
 
-class TakesStaleCompletions(TruthStore):
-    def copy_finished(self, slot, epoch):
-        self.slots._slots[slot].copies = max(0, self.slots._slots[slot].copies - 1)
-        self.slots._free_if_unused(slot)
-        return True
-
-
 class KeepsTruthOfTheDead(TruthStore):
     def _lineage_died(self, lineage):
         pass
 
 
-@pytest.mark.parametrize(
-    "broken", [ReusesInFlight, EvictsTheNewest, TakesStaleCompletions, KeepsTruthOfTheDead]
-)
+@pytest.mark.parametrize("broken", [ReusesLocked, EvictsTheNewest, KeepsTruthOfTheDead])
 def test_control_a_broken_store_is_found(broken):
     class Machine(TruthMachine):
         store_class = broken
@@ -307,8 +265,6 @@ def test_wrong_calls_are_refused():
         store.discard(slot)
     with pytest.raises(SlotError, match="not reserved"):
         store.publish(store.lineages.mint(), slot)
-    with pytest.raises(SlotError):
-        store.copy_started(1)
     with pytest.raises(KeyError):
         store.touch(10**6)
     with pytest.raises(ValueError, match="negative"):
@@ -328,29 +284,14 @@ def test_a_locked_slot_outlives_its_lineage_but_not_its_lock():
     lineage = store.lineages.mint()
     store.lineages.hold((lineage,))
     slot = store.reserve()
-    epoch = store.copy_started(slot)
     store.publish(lineage, slot)
     store.lock(slot)
     store.lineages.release((lineage,))
     assert lineage not in store and store.slots.state(slot) is SlotState.DEAD
     assert store.reserve() is None, "its bytes are being read"
     store.unlock(slot)
-    assert store.reserve() is None, "its capture is still being written"
-    assert store.copy_finished(slot, epoch)
     assert store.reserve() == slot
     assert store.counters.died_with_lineage == 1
-
-
-def test_a_completion_from_before_the_flush_frees_its_slot_and_nothing_else():
-    store = TruthStore(2)
-    slot = store.reserve()
-    epoch = store.copy_started(slot)
-    store.reset()
-    other = store.reserve()
-    assert other != slot and store.reserve() is None
-    assert store.copy_finished(slot, epoch) and not store.copy_finished(slot, epoch)
-    assert not store.copy_finished(other, epoch), "of an epoch that is over"
-    assert store.reserve() == slot
 
 
 def test_counters_tell_what_happened():

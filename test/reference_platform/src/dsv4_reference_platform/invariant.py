@@ -20,8 +20,7 @@ import warnings
 
 import torch
 
-# Rows of one tile. Small enough that padding one decode row up to it stays cheap.
-ROW_TILE = 32
+from dsv4_reference_platform.kernels.matmul import ROW_TILE
 
 _library: torch.library.Library | None = None
 

@@ -152,9 +152,10 @@ class Harness:
             self.runtime.drain()
 
     def flush(self) -> Steps:
-        """Flush the cache as /flush_cache does, once everything is idle."""
+        """Flush the cache as /flush_cache does, once everything is idle (less the collection of
+        Python's garbage at its end, which takes a second)."""
         yield from self.settle()
-        assert self.scheduler.flush_cache()
+        assert self.scheduler.flush_cache(empty_cache=False)
 
     def evict_device(self, tokens: int) -> None:
         """Push at least `tokens` tokens of unlocked prefixes from the device pool to host memory."""
@@ -184,7 +185,8 @@ class SchedulerProcess:
         self.args = list(args)
         argv = server_argv(port=0, args=args)
         # The program and `-m sglang.launch_server` are what the child stands in for.
-        self._argv = argv[argv.index("--model-path") :]
+        # It waits for the next scenario where a server would sleep.
+        self._argv = [a for a in argv[argv.index("--model-path") :] if a != "--sleep-on-idle"]
         self._env = server_env(env)
         self.log_path = log_path
         self._timeout = start_timeout

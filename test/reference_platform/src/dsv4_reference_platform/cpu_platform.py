@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
@@ -27,10 +29,16 @@ class ReferenceCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "torch_native"
 
     def apply_server_args_defaults(self, server_args) -> None:
-        """Prepares the launcher, which resolves the arguments before it starts the server."""
+        """Prepares the launcher, which resolves the arguments before it starts the server.
+
+        Other processes resolve arguments too (tests, for one); they have no HTTP server.
+        """
         from dsv4_reference_platform import install
 
-        install.drop_chat_encoder()
+        spec = getattr(sys.modules["__main__"], "__spec__", None)
+        if spec is not None and spec.name == "sglang.launch_server":
+            install.drop_chat_encoder()
+            install.wait_before_freeze_gc()
 
     def init_backend(self) -> None:
         """Installs every replacement; SGLang calls this when a worker imports its model runner."""

@@ -15,7 +15,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+import socket
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -128,6 +130,29 @@ def drop_chat_encoder() -> None:
     if importlib.util.find_spec("deepseek_recipe") is None:
         adapters = importlib.import_module("sglang.srt.entrypoints.openai.chat_encoding_adapters")
         adapters._BUILDERS["dsv4"]["builtin"] = lambda context: None
+
+
+def wait_before_freeze_gc() -> None:
+    """Make the launcher's first request to itself wait until it listens.
+
+    With --skip-server-warmup SGLang posts /freeze_gc while the HTTP server is still starting; when
+    it loses that race it logs a harmless traceback, and checks that look for tracebacks in a
+    server's log find it.
+    """
+    server = importlib.import_module("sglang.srt.entrypoints.http_server")
+    stock = server._freeze_gc_after_server_warmup
+
+    def freeze_gc_when_listening(server_args: Any) -> None:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            try:
+                socket.create_connection((server_args.host, server_args.port), timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        stock(server_args)
+
+    server._freeze_gc_after_server_warmup = freeze_gc_when_listening
 
 
 def add_hip_rope_tables(model: torch.nn.Module) -> None:

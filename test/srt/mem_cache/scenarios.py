@@ -326,6 +326,70 @@ def answers(h: Harness, prompts: Sequence[Sequence[int]], new: int) -> Steps:
     return results
 
 
+def boundaries_with_truth(h: Harness, ids: Sequence[int]) -> Steps:
+    """Boundaries (tokens) of a prompt that have truth after it ran alone on an empty cache."""
+    yield from cold(h, ids, 1)
+    yield from h.settle()
+    cache, found, position = h.cache, [], 0
+    node = cache.tree_core.root_node
+    while node.children:
+        (node,) = node.children.values()
+        for lineage in cache.copies.of(node.id).dev.ids:
+            position += PAGE
+            if lineage in cache.store:
+                found.append(position)
+    yield from leak_free(h)
+    return found
+
+
+def under_pressure(h: Harness, prompts: Sequence[Sequence[int]], new: int) -> Steps:
+    """More prompts than the store has slots, then each again, newest first.
+
+    Returns (cold results, results of the repeats, capacity, truths evicted).
+    """
+    colds = []
+    for ids in prompts:
+        colds.append((yield from cold(h, ids, new)))
+    yield from h.flush()
+    evicted = h.cache.store.counters.evicted
+    for ids in prompts:
+        yield from h.generate(ids, 1)
+    evicted = h.cache.store.counters.evicted - evicted
+    repeats = []
+    for ids in reversed(prompts):
+        dirty_rings(h)
+        repeats.append((yield from h.generate(ids, new)))
+    yield from leak_free(h)
+    return colds, repeats[::-1], h.cache.store.capacity, evicted
+
+
+def retracted(h: Harness, ids: Sequence[int], other: Sequence[int], new: int) -> Steps:
+    """Two requests run, one is retracted for want of KV and comes back.
+
+    Returns (results, how often each was retracted, counter gains since the retraction).
+    """
+    yield from h.flush()
+    reqs = [h.submit(ids, new), h.submit(other, new)]
+    while not all(len(req.output_ids) >= 2 for req in reqs):
+        yield
+    before = counters(h)
+    batch_class = type(h.scheduler.running_batch)
+    with patched(batch_class, "check_decode_mem", _fails_once(batch_class.check_decode_mem)):
+        while not any(req.retraction_count for req in reqs):
+            yield
+    dirty_rings(h)
+    results = yield from h.finish(*reqs)
+    gains = since(h, before)
+    yield from leak_free(h)
+    return results, [req.retraction_count for req in reqs], gains
+
+
+def _fails_once(stock: Any) -> Any:
+    """SGLang's check for room to decode, failing the first time."""
+    failures = iter([True])
+    return lambda *args, **kwargs: not next(failures, False) and stock(*args, **kwargs)
+
+
 def what_is_installed(h: Harness) -> dict[str, Any]:
     """Facts about the process that the strict no-op test compares."""
     cache = h.cache

@@ -1,0 +1,79 @@
+"""The stride is honoured, a small host pool stays exact, and other KV layouts make no difference.
+
+One scheduler with room for few boundaries: stride 3, no slots off the grid, the `kernel` io backend
+(the other tests run `direct`).
+"""
+
+from __future__ import annotations
+
+import pytest
+import scenarios
+from scenarios import PAGE, prompt
+
+STRIDE = 3
+
+
+@pytest.fixture(scope="module")
+def tight(scheduler_process):
+    """Stride 3 and 11 host slots: 32 host pages on a grid of 3, nothing off it."""
+    flags = [
+        *("--chunked-prefill-size", "512"),
+        *("--max-total-tokens", "4096"),
+        *("--hicache-swa-offload-page-stride", str(STRIDE)),
+        *("--hicache-swa-offload-tail-slots", "0"),
+        *("--hicache-io-backend", "kernel"),
+    ]
+    with scheduler_process("tight", flags) as process:
+        yield process
+
+
+@pytest.mark.parametrize(
+    ("length", "points"),
+    [
+        (7 * PAGE + 10, {7}),  # the last whole page
+        (7 * PAGE, {6, 7}),  # and the page that a repeat can hit
+        (2 * PAGE + 1, {2}),
+    ],
+)
+def test_truth_is_kept_on_the_grid_and_at_the_two_prompt_points(tight, length, points):
+    found = tight.run(scenarios.boundaries_with_truth, prompt(length, length))
+    grid = set(range(STRIDE, length // PAGE + 1, STRIDE))
+    assert found == sorted(p * PAGE for p in grid | points)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize(("leaves", "hit"), [(3, 3), (4, 3), (5, 3), (2, 0)])
+def test_a_fork_hits_the_grid_below_where_it_leaves(tight, leaves, hit, tier):
+    stem, tail = prompt(70 + leaves, leaves * PAGE), prompt(80 + leaves, 2 * PAGE + 30)
+    first, got, gains = tight.run(scenarios.fork, stem, tail, 3, tier)
+    assert got.cached == hit * PAGE
+    assert (got.device, got.host) == ((got.cached, 0) if tier == "device" else (0, got.cached))
+    assert gains["checks_verified"] == gains["restored"] == (hit > 0)
+    assert got.same_answer(first)
+
+
+def test_a_repeat_hits_its_prompt_point_off_the_grid(tight):
+    first, hit, gains = tight.run(scenarios.repeat, prompt(90, 5 * PAGE + 3), 3, "device")
+    assert hit.cached == 5 * PAGE
+    assert gains["checks_verified"] == 1
+    assert hit.same_answer(first)
+
+
+def test_a_full_pool_evicts_the_least_recently_used_truth_and_stays_exact(tight):
+    # One boundary each; the KV of all of them stays cached, the truth of the oldest does not.
+    prompts = [prompt(100 + i, PAGE + 20) for i in range(14)]
+    colds, repeats, capacity, evicted = tight.run(scenarios.under_pressure, prompts, 2)
+    assert capacity == 11
+    assert evicted == len(prompts) - capacity
+    assert all(r.same_answer(c) for r, c in zip(repeats, colds, strict=True))
+    # Newest first: each of the eleven with truth is hit; the others are computed again.
+    assert [r.cached for r in repeats] == [0] * 3 + [PAGE] * 11
+
+
+def test_a_retracted_request_comes_back_through_its_truth(tight):
+    ids, other = prompt(120, 3 * PAGE + 5), prompt(121, 300)
+    results, retractions, gains = tight.run(scenarios.retracted, ids, other, 6)
+    assert sum(retractions) == 1
+    assert gains["restored"] == gains["checks_verified"] == 1
+    assert gains["checks_failed"] == gains["restore_impossible"] == 0
+    assert all(r.error is None and len(r.ids) == 6 for r in results)

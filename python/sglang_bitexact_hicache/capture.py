@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_bitexact_hicache import checksum
 from sglang_bitexact_hicache.constants import STATE_ROWS, WINDOW
 from sglang_bitexact_hicache.device_view import DeviceView, Ring
 from sglang_bitexact_hicache.gather import Source, SpanGather
@@ -55,6 +56,8 @@ class CapturePipeline:
         self._counters = counters
         self._pin = pin
         self.staging = DeviceStaging(view.layout, staging_slots, view.device)
+        for rings in view.rings.values():
+            checksum.prepare(rings[0].section.nbytes, view.device)
 
     def begin(self, sources: Sequence[Source]) -> CapturePlan:
         """Take staging for the boundaries of a forward (at most `staging.slots`).

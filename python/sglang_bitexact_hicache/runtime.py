@@ -279,12 +279,25 @@ class TruthRuntime:
                     slot = self.store.reserve()
                     if slot is None:
                         self.counters.capture_no_slot += 1
+                        self._warn_of_full_pool()
                         continue
                     source = Source(req.kv.req_pool_idx, start, row, boundary)
                     lineage = self.cache.row_lineage(req, boundary // PAGE_SIZE)
                     wanted.append(_Wanted(source, lineage, slot))
             row += count
         return wanted
+
+    def _warn_of_full_pool(self) -> None:
+        """One line at the first, second, fourth, ... boundary that found no slot."""
+        count = self.counters.capture_no_slot
+        if count & (count - 1) == 0:
+            logger.warning(
+                "bit-exact HiCache: %d boundaries not captured, all %d host slots were locked or "
+                "reserved; these prefixes will be computed again. Raise "
+                "--hicache-swa-offload-tail-slots or --hicache-ratio.",
+                count,
+                self.store.capacity,
+            )
 
     def _finish_capture(self, plan: CapturePlan, wanted: Sequence[_Wanted]) -> None:
         readers = dict.fromkeys(

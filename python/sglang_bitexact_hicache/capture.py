@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,11 +19,9 @@ from sglang_bitexact_hicache import checksum
 from sglang_bitexact_hicache.constants import STATE_ROWS, WINDOW
 from sglang_bitexact_hicache.device_view import DeviceView, Ring
 from sglang_bitexact_hicache.gather import Source, SpanGather
-from sglang_bitexact_hicache.host_pool import TruthHostPools
 from sglang_bitexact_hicache.layout import POOLS, WINDOW_POOL
-from sglang_bitexact_hicache.metrics import Counters
-from sglang_bitexact_hicache.staging import DeviceStaging
-from sglang_bitexact_hicache.transfer import CopyLane, Event
+from sglang_bitexact_hicache.pipeline import RecordPipeline
+from sglang_bitexact_hicache.transfer import Event
 
 
 @dataclass
@@ -37,25 +36,11 @@ class CapturePlan:
     """Indices of the sections gathered so far; `finish` refuses a record with a hole."""
 
 
-class CapturePipeline:
+class CapturePipeline(RecordPipeline):
     """Device side of capture; see the module's docstring."""
 
-    def __init__(
-        self,
-        view: DeviceView,
-        pools: TruthHostPools,
-        staging_slots: int,
-        lane: CopyLane,
-        counters: Counters,
-        *,
-        pin: bool,
-    ) -> None:
-        self._view = view
-        self._pools = pools
-        self._lane = lane
-        self._counters = counters
-        self._pin = pin
-        self.staging = DeviceStaging(view.layout, staging_slots, view.device)
+    def __init__(self, view: DeviceView, *args: Any, **kwargs: Any) -> None:
+        super().__init__(view, *args, **kwargs)
         for rings in view.rings.values():
             checksum.prepare(rings[0].section.nbytes, view.device)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_bitexact_hicache.runtime import ActiveForward, TruthRuntime
+from sglang_bitexact_hicache.tree import runtime_of
 
 _running: tuple[TruthRuntime, ActiveForward] | None = None
 
@@ -20,7 +21,7 @@ def around_forward_batch_generation(
 ) -> Any:
     """AROUND TpModelWorker.forward_batch_generation: the scope of one forward, on its stream."""
     global _running
-    runtime = None if batch is None else getattr(batch.tree_cache, "truth_runtime", None)
+    runtime = None if batch is None else runtime_of(batch)
     if runtime is None:
         return original(worker, batch, *args, **kwargs)
     with runtime.forward(batch) as active:

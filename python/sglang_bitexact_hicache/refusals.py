@@ -261,6 +261,12 @@ RULES: tuple[Rule, ...] = (
         _field("prefill_only_disable_kv_cache", False),
     ),
     Rule(
+        "embedding",
+        "--is-embedding",
+        "an embedding forward does not pass the place where a hit is restored",
+        _field("is_embedding", False),
+    ),
+    Rule(
         "prefill_graph",
         "--cuda-graph-backend-prefill",
         "must be disabled: the capture runs inside the prefill forward and a graph would skip it",

@@ -13,13 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang_bitexact_hicache.constants import STATE_ROWS, WINDOW
-from sglang_bitexact_hicache.device_view import DeviceView
 from sglang_bitexact_hicache.gather import SpanScatter
-from sglang_bitexact_hicache.host_pool import TruthHostPools
 from sglang_bitexact_hicache.layout import POOLS, WINDOW_POOL
-from sglang_bitexact_hicache.metrics import Counters
-from sglang_bitexact_hicache.staging import DeviceStaging
-from sglang_bitexact_hicache.transfer import CopyLane, Event
+from sglang_bitexact_hicache.pipeline import RecordPipeline
+from sglang_bitexact_hicache.transfer import Event
 
 
 @dataclass
@@ -42,25 +39,8 @@ class Restore:
     copied: Event | None = None
 
 
-class RestorePipeline:
+class RestorePipeline(RecordPipeline):
     """Device side of restore; see the module's docstring."""
-
-    def __init__(
-        self,
-        view: DeviceView,
-        pools: TruthHostPools,
-        staging_slots: int,
-        lane: CopyLane,
-        counters: Counters,
-        *,
-        pin: bool,
-    ) -> None:
-        self._view = view
-        self._pools = pools
-        self._lane = lane
-        self._counters = counters
-        self._pin = pin
-        self.staging = DeviceStaging(view.layout, staging_slots, view.device)
 
     def stage(self, restore: Restore) -> bool:
         """Start a restore's copies if staging has room; otherwise `apply` will, in a later wave."""

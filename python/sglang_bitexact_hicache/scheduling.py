@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_bitexact_hicache.tree import runtime_of
+
 
 def around_prepare_for_extend(original: Callable[..., Any], batch: Any) -> Any:
     """AROUND ScheduleBatch.prepare_for_extend: a request without a row before has one after; its
     prefix is final, so this is where a hit is bound and its restore begins."""
-    runtime = getattr(batch.tree_cache, "truth_runtime", None)
+    runtime = runtime_of(batch)
     if runtime is None:
         return original(batch)
     fresh = [req for req in batch.reqs if not req.kv.holds_kv]

@@ -389,6 +389,22 @@ SEAMS: tuple[Seam, ...] = (
         "mem_cache/common.py:439 release_kv_cache",
     ),
     Seam(
+        f"{_CACHE}.attach_storage_backend",
+        Kind.SUBCLASS,
+        "tree:BxCache.attach_storage_backend",
+        "refused at run time as at startup, until storage carries truth",
+        (
+            "self",
+            "storage_backend",
+            "storage_backend_extra_config_json",
+            "served_model_name",
+            "hicache_storage_prefetch_policy",
+            "hicache_write_policy",
+        ),
+        When.ENGAGED,
+        "managers/scheduler.py:5440 attach_hicache_storage_wrapped",
+    ),
+    Seam(
         f"{_CACHE}.release_host_resources",
         Kind.SUBCLASS,
         "tree:BxCache.release_host_resources",

@@ -54,7 +54,7 @@ from sglang_bitexact_hicache.lineage import (
 from sglang_bitexact_hicache.truth import TruthStore
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.mem_cache.base_prefix_cache import (
         InitLoadBackParams,
         InsertParams,
@@ -62,6 +62,8 @@ if TYPE_CHECKING:
     )
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
+
+    from sglang_bitexact_hicache.runtime import TruthRuntime
 
 FULL = ComponentType.FULL
 SWA = ComponentType.SWA
@@ -286,7 +288,7 @@ class BxCache(UnifiedRadixCache):
                 "strict bit-exact HiCache needs a tree of exactly FULL and SWA, in this order, "
                 f"got {params.tree_components}"
             )
-        self.truth_runtime: Any = None
+        self.truth_runtime: TruthRuntime | None = None
         """The byte side (runtime.TruthRuntime), set by the factory. Its `forget(req)` is called when
         a request gives its row back, its `flush()` on a flush, before the store is reset."""
         self.gate_counters = GateCounters()
@@ -429,6 +431,13 @@ class BxCache(UnifiedRadixCache):
         if self.truth_runtime is not None:
             self.truth_runtime.forget(req)
 
+    def attach_storage_backend(self, storage_backend: str, **options: Any) -> tuple[bool, str]:
+        """Refused at run time as at startup, until storage carries truth. Nothing changes."""
+        return False, (
+            f"the bit-exact HiCache does not support a storage backend yet ({storage_backend}); "
+            "restart with SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE=0 to use one"
+        )
+
     def release_host_resources(self) -> None:
         """Graceful shutdown: the byte side ends its threads and lets its host memory go. Idempotent."""
         super().release_host_resources()
@@ -558,6 +567,12 @@ class BxCache(UnifiedRadixCache):
             return ROOT
         copy = self.copies.of(node_id).dev
         return UNKNOWN if copy is None else copy.last_id
+
+
+def runtime_of(batch: ScheduleBatch) -> TruthRuntime | None:
+    """The byte side of the cache that a ScheduleBatch belongs to; None where it is not ours."""
+    cache = batch.tree_cache
+    return cache.truth_runtime if isinstance(cache, BxCache) else None
 
 
 def _register_tree_core() -> None:

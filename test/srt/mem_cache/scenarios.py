@@ -153,8 +153,9 @@ def fork(h: Harness, stem: Sequence[int], tail: Sequence[int], new: int, tier: s
 def broken_restore(h: Harness, ids: Sequence[int], new: int, how: str, checked: bool) -> Steps:
     """A repeat with one thing broken: (cold, hit, counter gains).
 
-    `how`: "skip" leaves the rings as they were dirtied, "window" flips a bit of one window row in
-    host memory, "state" one of a C4 state row. `checked`: whether the debug checks run.
+    `how`: "skip" leaves the rings as they were dirtied; in host memory, "window" flips a bit of one
+    window row, "state" one of a C4 state row, "indexer" overwrites indexer state rows with values that
+    pull their block into the selection. `checked`: whether the debug checks run.
     """
     first = yield from cold(h, ids, new)
     yield from h.settle()
@@ -165,7 +166,9 @@ def broken_restore(h: Harness, ids: Sequence[int], new: int, how: str, checked: 
         for restore in restores:
             runtime._restore.drop(restore)
 
-    if how != "skip":
+    if how == "indexer":
+        overwrite_indexer_state(runtime)
+    elif how != "skip":
         pool = {"window": "swa_window", "state": "c4_state"}[how]
         ring = runtime.view.rings[pool][1]
         section = ring.section
@@ -186,6 +189,19 @@ def broken_restore(h: Harness, ids: Sequence[int], new: int, how: str, checked: 
     assert again.error is None, "the server did not go on"
     yield from leak_free(h)
     return first, hit, gains
+
+
+def overwrite_indexer_state(runtime: Any) -> None:
+    """Every host record's indexer state: large keys, and scores that make them count."""
+    for ring in runtime.view.rings["c4_indexer_state"]:
+        section = ring.section
+        width = section.row_bytes // ring.buffer.element_size()
+        rows = torch.full((section.rows, width), 3.0)
+        rows[:, width // 2 :] = 50.0
+        stored = rows.to(ring.buffer.dtype).view(torch.uint8).flatten()
+        for slot in range(runtime.pools.slots):
+            record = runtime.pools.record(section.pool, slot)
+            record[section.offset : section.offset + section.nbytes] = stored
 
 
 def no_truth_at_admission(h: Harness, ids: Sequence[int]) -> Steps:

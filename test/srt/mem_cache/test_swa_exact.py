@@ -130,6 +130,24 @@ def test_control_a_broken_restore_changes_the_answer(process, how):
     assert hit.logprobs != first.logprobs
 
 
+def test_a_long_prompt_hits_with_the_indexer_selecting(process):
+    """Above 2,048 tokens the indexer selects among the compressed rows; the hit is inside a chunk of
+    512 and at the end of one of 256."""
+    stem, tail = prompt(53, 9 * PAGE), prompt(54, 300)
+    first, hit, gains = process.run(scenarios.fork, stem, tail, 3, "device")
+    assert_exact(first, hit, gains, 9 * PAGE, "device")
+
+
+def test_control_without_the_indexer_state_a_long_hit_differs(process):
+    first, hit, gains = process.run(
+        scenarios.broken_restore, prompt(55, 10 * PAGE + 9), 3, "indexer", False
+    )
+    assert hit.cached == 10 * PAGE
+    assert gains["restored"] == 1
+    assert all(math.isfinite(x) for x in hit.logprobs)
+    assert hit.logprobs != first.logprobs
+
+
 @pytest.mark.parametrize("how", ["skip", "window", "state"])
 def test_control_a_broken_restore_is_a_mismatch_and_is_never_answered(process, how):
     _, hit, gains = process.run(scenarios.broken_restore, prompt(51, 700), 4, how, True)

@@ -264,6 +264,7 @@ CASES: dict[str, Case] = {
     "page_major": _case("--enable-page-major-kv-layout"),
     "kv_sharding": _case("--enable-kv-cache-sharding"),
     "prefill_only": _case(declared={"prefill_only_disable_kv_cache": True}),
+    "embedding": _case(declared={"is_embedding": True}),
     "prefill_graph": _case("--cuda-graph-backend-prefill", "breakable"),
     "prefill_cp": _case(declared={"enable_prefill_cp": True}),
     "attn_cp": _case("--attn-cp-size", "2"),

@@ -99,11 +99,10 @@ def test_two_prompts_that_differ_in_one_token_interleaved(process):
     assert min(r.cached for r in again) >= 2 * PAGE
 
 
+@pytest.mark.parametrize("process", ["overlap"], indirect=True)
 def test_a_mixed_batch_captures_the_same_bytes_as_a_batch_of_one(process):
     """Rows that prefill beside decoding rows are captured like any others; logprobs cannot show it
     (SGLang does not mix while they are asked for), so whole records are compared."""
-    if "--enable-mixed-chunk" not in process.args:
-        pytest.skip("this configuration does not mix")
     ids = prompt(48, 900)
     alone, modes = process.run(scenarios.capture_of, ids, None)
     assert set(modes) == {"EXTEND"}

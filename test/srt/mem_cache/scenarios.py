@@ -191,6 +191,26 @@ def broken_restore(h: Harness, ids: Sequence[int], new: int, how: str, checked: 
     return first, hit, gains
 
 
+def broken_fork(h: Harness, stem: Sequence[int], tail: Sequence[int]) -> Steps:
+    """A failed check with chunks still to come: (the fork's result, counter gains, the same again)."""
+    yield from h.flush()
+    yield from h.generate([*stem, *reversed(tail)], 1)
+    dirty_rings(h)
+    before = counters(h)
+    runtime = h.runtime
+
+    def skipped(restores: Sequence[Any]) -> None:
+        for restore in restores:
+            runtime._restore.drop(restore)
+
+    with patched(runtime._restore, "apply", skipped):
+        broken = yield from h.generate([*stem, *tail], 2)
+    gains = since(h, before)
+    again = yield from h.generate([*stem, *tail], 2)
+    yield from leak_free(h)
+    return broken, gains, again
+
+
 def overwrite_indexer_state(runtime: Any) -> None:
     """Every host record's indexer state: large keys, and scores that make them count."""
     for ring in runtime.view.rings["c4_indexer_state"]:

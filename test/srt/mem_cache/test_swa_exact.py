@@ -157,6 +157,16 @@ def test_control_a_broken_restore_is_a_mismatch_and_is_never_answered(process, h
     assert "MISMATCH" in process.log()
 
 
+def test_a_failed_check_with_chunks_to_come_inserts_nothing_of_the_request(process):
+    stem, tail = prompt(56, 2 * PAGE), prompt(57, 1100)
+    broken, gains, again = process.run(scenarios.broken_fork, stem, tail)
+    assert gains["checks_failed"] == 1
+    assert "differ" in broken.error
+    assert broken.ids == []
+    assert again.error is None
+    assert again.cached == 2 * PAGE, "a page of the failed request was reused"
+
+
 def test_a_prefix_without_truth_at_admission_is_aborted_and_the_server_goes_on(process):
     result, gains, later = process.run(scenarios.no_truth_at_admission, prompt(52, 600))
     assert gains["restore_impossible"] == 1

@@ -1,0 +1,90 @@
+"""TruthRuntime's life: built from a plan, closed with its cache, refused where memory is missing."""
+
+from __future__ import annotations
+
+import threading
+from unittest import mock
+
+import bitexact_fixtures as fixtures
+import pytest
+import torch
+
+from sglang_bitexact_hicache.host_pool import TruthHostPools
+from sglang_bitexact_hicache.layout import POOLS, RecordLayout
+from sglang_bitexact_hicache.options import Options
+from sglang_bitexact_hicache.runtime import TruthRuntime, largest_extend
+from sglang_bitexact_hicache.sizing import Sizing
+from sglang_bitexact_hicache.staging import DeviceStaging
+
+LAYOUT = RecordLayout((0, 1), (0, 4), 64, 64, 64)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hicache():
+    with fixtures.cpu_hicache():
+        yield
+
+
+def build(slots: int = 5, **overrides):
+    server_args = fixtures.make_server_args(**{"chunked_prefill_size": 1024, **overrides})
+    stack = fixtures.make_cache(server_args, slots=0)
+    sizing = Sizing(grid_slots=slots, tail_slots=0, slot_bytes=1)
+    options = Options(sizing=sizing, checksum=True)
+    runtime = TruthRuntime.build(stack.cache, server_args, options)
+    stack.cache.truth_runtime = runtime
+    return stack.cache, runtime
+
+
+def test_built_with_one_slot_space_for_store_and_three_pools():
+    cache, runtime = build(slots=5)
+    assert cache.store.capacity == 5
+    assert [runtime.pools.buffers[pool].shape[0] for pool in POOLS] == [5] * 3
+    # A chunk of four pages, and as many that may still leave.
+    assert runtime._capture.staging.slots == 8
+    cache.release_host_resources()
+
+
+def test_closing_the_cache_ends_the_threads_and_lets_the_memory_go():
+    before = set(threading.enumerate())
+    cache, runtime = build()
+    runtime._out_lane.submit([]).synchronize()
+    runtime._in_lane.submit([]).synchronize()
+    assert set(threading.enumerate()) > before
+    cache.release_host_resources()
+    assert set(threading.enumerate()) <= before
+    assert runtime.pools.buffers == {}
+    cache.release_host_resources()
+
+
+@pytest.mark.parametrize(("chunk", "tokens"), [(1024, 1024), (-1, 16384)])
+def test_the_largest_forward_is_a_chunk_or_a_whole_prefill(chunk, tokens):
+    server_args = fixtures.make_server_args(
+        publish=False, chunked_prefill_size=chunk, max_prefill_tokens=16384
+    )
+    assert largest_extend(server_args) == tokens
+
+
+def test_host_memory_that_cannot_be_had_names_the_flag():
+    with (
+        mock.patch.object(torch, "empty", side_effect=RuntimeError("cannot register")),
+        pytest.raises(ValueError, match="--hicache-swa-offload-page-stride"),
+    ):
+        TruthHostPools(LAYOUT, 3, pin=False)
+
+
+def test_device_memory_that_cannot_be_had_names_the_flag():
+    with (
+        mock.patch.object(torch, "zeros", side_effect=torch.OutOfMemoryError()),
+        pytest.raises(ValueError, match="--mem-fraction-static"),
+    ):
+        DeviceStaging(LAYOUT, 3, torch.device("cpu"))
+
+
+def test_storage_attached_at_run_time_is_refused_with_a_reason():
+    cache, _ = build()
+    accepted, why = cache.attach_storage_backend(
+        storage_backend="file", hicache_write_policy="write_through"
+    )
+    assert not accepted
+    assert "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE" in why
+    cache.release_host_resources()

@@ -14,9 +14,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Two cores are all that CI has, and other tests run beside these.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples each time where nobody is there to look at a new one; elsewhere new ones.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 _PYTHON = Path(__file__).resolve().parents[3] / "python"
 if importlib.util.find_spec("sglang_bitexact_hicache") is None:

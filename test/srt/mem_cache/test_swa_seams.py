@@ -8,6 +8,7 @@ import inspect
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from startup_fixtures import ENGAGING_ENV, environment, hooks_undone
@@ -270,3 +271,14 @@ def test_doctor_in_a_process_of_its_own_installs_everything():
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "everything fits" in done.stdout
     assert done.stdout.count("found") == len(seams.SEAMS)
+
+
+def test_the_page_in_docs_is_the_table():
+    page = (Path(__file__).parents[3] / "docs" / "seams.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    expected = [
+        f"| `{s.target.removeprefix('sglang.srt.')}` | {s.kind.value}, {s.when.value} "
+        f"| `{s.handler}` | {s.caller} |"
+        for s in seams.SEAMS
+    ]
+    assert rows == expected

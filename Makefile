@@ -20,6 +20,9 @@ help:
 
 env: $(STAMP)
 
+# Empty where no Python 3 is on the PATH at all.
+$(if $(PYTHON),,$(error this needs Python 3.11, and none was found: set PYTHON=/path/to/python3.11))
+
 $(STAMP): requirements/cpu.txt requirements/dev.txt pyproject.toml test/reference_platform/pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; \
 	  sys.exit(0 if v[:2] == (3, 11) else "this needs Python 3.11 (found %d.%d): set PYTHON=/path/to/python3.11" % v[:2])'

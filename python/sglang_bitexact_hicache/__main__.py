@@ -13,7 +13,13 @@ import sys
 from importlib.metadata import entry_points
 
 from sglang_bitexact_hicache import seams
-from sglang_bitexact_hicache.options import ENV_ALLOW_NON_HIP, ENV_CHECKSUM, ENV_FLAG
+from sglang_bitexact_hicache.options import (
+    BACKEND,
+    BOOLEAN_FLAGS,
+    ENV_ALLOW_NON_HIP,
+    ENV_BACKEND,
+    env_problem,
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,7 +46,11 @@ def doctor(*, source_only: bool) -> int:
         problems += problem
         print(f"{subject:<46} {state}")
 
-    version = seams.version_problem()
+    try:
+        version = seams.version_problem()
+    except ValueError as error:
+        line("SGLang version", str(error), problem=True)
+        return 1
     line("SGLang version", version or f"{seams.SGLANG_VERSION}, ok", bool(version))
     found = [e.value for e in entry_points(group="sglang.srt.plugins") if _is_ours(e.value)]
     line(
@@ -48,8 +58,12 @@ def doctor(*, source_only: bool) -> int:
         f"{found[0]}, ok" if found else "missing: install this package with pip",
         not found,
     )
-    for name in (ENV_FLAG, ENV_ALLOW_NON_HIP, ENV_CHECKSUM, "SGLANG_HACK_FLASHMLA_BACKEND"):
-        line(name, os.environ.get(name, "not set"))
+    for name in BOOLEAN_FLAGS:
+        unreadable = None if source_only else env_problem(name)
+        line(name, unreadable or os.environ.get(name, "not set"), unreadable is not None)
+    backend = os.environ.get(ENV_BACKEND, "not set")
+    needed = "" if backend == BACKEND else f" (the feature runs with {BACKEND} only)"
+    line(ENV_BACKEND, backend + needed)
     if not source_only:
         line("ROCm/HIP", _hip())
         _install_everything()

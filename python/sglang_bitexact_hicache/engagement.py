@@ -12,7 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_bitexact_hicache.options import ENV_ALLOW_NON_HIP, ENV_FLAG, env_flag
+from sglang_bitexact_hicache.options import (
+    BACKEND,
+    ENV_ALLOW_NON_HIP,
+    ENV_BACKEND,
+    ENV_FLAG,
+    env_flag,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +78,8 @@ def _model_reasons(server_args: Any) -> list[str]:
     # of its own here.
     reasons = []
     flashmla = envs.SGLANG_HACK_FLASHMLA_BACKEND.get()
-    if flashmla != "unified_kv_triton":
-        reasons.append(f"SGLANG_HACK_FLASHMLA_BACKEND is {flashmla!r} and not 'unified_kv_triton'")
+    if flashmla != BACKEND:
+        reasons.append(f"{ENV_BACKEND} is {flashmla!r} and not {BACKEND!r}")
     backends = attention_backends_of(resolving_view(server_args))
     if backends != ("dsv4", "dsv4"):
         reasons.append(f"the attention backends are {backends} (--attention-backend dsv4)")

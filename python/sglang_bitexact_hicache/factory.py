@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_bitexact_hicache import engagement, refusals, seams, sizing
-from sglang_bitexact_hicache.options import Options, carry_available_dram
+from sglang_bitexact_hicache.options import Options, carry_available_dram, check_env_flags
 
 
 def resolve_hicache(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -27,6 +27,7 @@ def resolve_hicache(server_args: Any, previous: Callable[[Any], None]) -> None:
     Raises:
         ValueError: the configuration or the installed SGLang is refused.
     """
+    check_env_flags()
     previous(server_args)
     if not engagement.settle(server_args):
         return

@@ -28,6 +28,12 @@ ENV_ALLOW_NON_HIP = "SGLANG_UNIFIED_KV_BIT_EXACT_ALLOW_NON_HIP"
 ENV_CHECKSUM = "SGLANG_SWA_DBG_CHECKSUM"
 """Prints three lines for every restore, after re-reading the device rows."""
 
+BOOLEAN_FLAGS = (ENV_FLAG, ENV_ALLOW_NON_HIP, ENV_CHECKSUM)
+
+ENV_BACKEND = "SGLANG_HACK_FLASHMLA_BACKEND"
+BACKEND = "unified_kv_triton"
+"""SGLang's own variable, and the value with which the feature engages."""
+
 STRIDE_ARGUMENT = "--hicache-swa-offload-page-stride"
 ENV_STRIDE = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
 TAIL_ARGUMENT = "--hicache-swa-offload-tail-slots"
@@ -90,6 +96,35 @@ def env_flag(name: str) -> bool:
     from sglang.srt.environ import envs
 
     return getattr(envs, name).get()
+
+
+def env_problem(name: str) -> str | None:
+    """What is wrong with a boolean environment flag's value, or None.
+
+    SGLang warns and takes the default, so a typo in the main switch would serve without the feature.
+    """
+    install_env_fields()
+    from sglang.srt.environ import Envs
+
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    try:
+        vars(Envs)[name].parse(text)
+    except ValueError:
+        return f"{name} must be 0 or 1, got {text!r}"
+    return None
+
+
+def check_env_flags() -> None:
+    """Refuse boolean environment flags that cannot be read.
+
+    Raises:
+        ValueError: one line for each.
+    """
+    problems = [p for name in BOOLEAN_FLAGS if (p := env_problem(name)) is not None]
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def _integer_from_env(name: str) -> int | None:

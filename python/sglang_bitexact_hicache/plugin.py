@@ -18,5 +18,6 @@ def register() -> None:
     """
     options.install_env_fields()
     seams.register(seams.When.ALWAYS)
-    if options.env_flag(options.ENV_FLAG):
+    # A value that cannot be read is refused later, where an exception is not swallowed.
+    if options.env_problem(options.ENV_FLAG) or options.env_flag(options.ENV_FLAG):
         seams.register(seams.When.FLAG)

@@ -83,23 +83,27 @@ def check(sizing: Sizing, *, stride: int, available_dram: int, ranks: int) -> No
         ranks: ranks on this host, each with pools of its own (TP, PP and DP counted).
 
     Raises:
-        ValueError: the pools have no slot, or take more than 0.9 of each rank's share of the memory.
+        ValueError: the host cache has no page, or the pools take more than 0.9 of each rank's share
+            of the memory.
     """
     numbers = (
         f"{sizing.grid_slots} slots on the grid (stride {stride}) and {sizing.tail_slots} off it, "
         f"{sizing.slot_bytes} bytes each, {sizing.nbytes / 1e9:.2f} GB of pinned host memory a rank"
     )
-    if sizing.slots <= 0:
+    if sizing.grid_slots <= 0:
         raise ValueError(
-            f"the bit-exact SWA pools would hold nothing: {numbers}. Raise --hicache-ratio or "
-            f"{TAIL_ARGUMENT}."
+            f"the host cache has no page, so there is nothing to come back to: {numbers}. Raise "
+            "--hicache-ratio."
         )
     allowed = DRAM_FRACTION * available_dram / ranks
     if sizing.nbytes > allowed:
+        tail_is_larger = sizing.tail_slots > sizing.grid_slots
+        first = f"Lower {TAIL_ARGUMENT}" if tail_is_larger else f"Raise {STRIDE_ARGUMENT}"
+        second = f"raise {STRIDE_ARGUMENT}" if tail_is_larger else f"lower {TAIL_ARGUMENT}"
         raise ValueError(
             f"the bit-exact SWA pools do not fit in host memory: {numbers}, but {ranks} rank(s) on "
             f"this host may take {allowed / 1e9:.2f} GB each (0.9 of {available_dram / 1e9:.2f} GB "
-            f"free). Raise {STRIDE_ARGUMENT}, or lower {TAIL_ARGUMENT} or --hicache-ratio."
+            f"free). {first}, or {second}, or lower --hicache-ratio."
         )
     if sizing.nbytes > WARN_BYTES:
         logger.warning("bit-exact SWA pools: %s; %s makes them smaller", numbers, STRIDE_ARGUMENT)

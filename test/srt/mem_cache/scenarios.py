@@ -402,8 +402,12 @@ def under_pressure(h: Harness, prompts: Sequence[Sequence[int]], new: int) -> St
 def retracted(h: Harness, ids: Sequence[int], other: Sequence[int], new: int) -> Steps:
     """Two requests run, one is retracted for want of KV and comes back.
 
-    Returns (results, how often each was retracted, counter gains since the retraction).
+    Returns (cold results, results, how often each was retracted and after how many tokens, counter
+    gains since the retraction).
     """
+    colds = []
+    for prompt_ids in (ids, other):
+        colds.append((yield from cold(h, prompt_ids, new)))
     yield from h.flush()
     reqs = [h.submit(ids, new), h.submit(other, new)]
     while not all(len(req.output_ids) >= 2 for req in reqs):
@@ -413,11 +417,12 @@ def retracted(h: Harness, ids: Sequence[int], other: Sequence[int], new: int) ->
     with patched(batch_class, "check_decode_mem", _fails_once(batch_class.check_decode_mem)):
         while not any(req.retraction_count for req in reqs):
             yield
+    retracted_at = [(req.retraction_count, len(req.output_ids)) for req in reqs]
     dirty_rings(h)
     results = yield from h.finish(*reqs)
     gains = since(h, before)
     yield from leak_free(h)
-    return results, [req.retraction_count for req in reqs], gains
+    return colds, results, retracted_at, gains
 
 
 def _fails_once(stock: Any) -> Any:

@@ -225,6 +225,26 @@ def test_every_condition_that_does_not_hold_is_named(model):
     assert len(reasons) == 3
 
 
+# ---- flags that cannot be read
+
+
+@pytest.mark.parametrize(
+    "name", [options.ENV_FLAG, options.ENV_ALLOW_NON_HIP, options.ENV_CHECKSUM]
+)
+def test_a_flag_that_is_not_a_boolean_is_refused_in_the_launcher(name, model):
+    with (
+        environment(**{**ENGAGING_ENV, name: "maybe"}),
+        pytest.raises(ValueError, match=f"{name} must be 0 or 1, got 'maybe'"),
+    ):
+        factory.resolve_hicache(None, lambda server_args: None)
+
+
+@pytest.mark.parametrize("value", ["1", "true", "0", "no"])
+def test_a_flag_that_is_a_boolean_is_read(value):
+    with environment(**{options.ENV_FLAG: value}):
+        assert options.env_problem(options.ENV_FLAG) is None
+
+
 # ---- refusals
 
 Case = tuple[tuple[str, ...], dict[str, str], dict[str, Any], dict[str, Any]]

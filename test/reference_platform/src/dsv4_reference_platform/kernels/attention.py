@@ -15,7 +15,8 @@ Every product has one fixed shape (``QUERY_BLOCK`` queries of one request by one
 by its whole selection). A row that a query must not see gets the weight exp(-inf) = 0 exactly, and
 a whole tile of those adds exact zeros, so the tiles that other queries of a block need change
 nothing. The tiles are added in ascending order. Hence a query's bits depend on its own rows alone:
-not on the chunk, the block or the batch, and decode computes what prefill would have.
+not on the chunk, the block or the batch; and from equal rows decode computes what prefill would have
+(the rows themselves are not equal: see norm_rope.py).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from sglang_bitexact_hicache import checksum
 from sglang_bitexact_hicache.constants import STATE_ROWS, WINDOW
 from sglang_bitexact_hicache.device_view import DeviceView, Ring
 from sglang_bitexact_hicache.gather import Source, SpanGather
-from sglang_bitexact_hicache.layout import POOLS, WINDOW_POOL
+from sglang_bitexact_hicache.layout import POOLS
 from sglang_bitexact_hicache.pipeline import RecordPipeline
 from sglang_bitexact_hicache.transfer import Event
 
@@ -103,9 +103,3 @@ class CapturePipeline(RecordPipeline):
     def abandon(self, plan: CapturePlan) -> None:
         """The forward failed: give its staging back, once what it queued has run."""
         self.staging.give_back(plan.staging, self._lane.mark())
-
-    def checksums(self, host_slot: int) -> torch.Tensor:
-        """The device checksums in a host record: int64 ``[sections]``, a view of host memory. Wait
-        on the capture's event first."""
-        part = self._pools.device_part(WINDOW_POOL, host_slot)
-        return part[: 8 * self._view.layout.num_sections].view(torch.int64)

@@ -28,8 +28,6 @@ from sglang_bitexact_hicache.device_view import DeviceView, Ring
 from sglang_bitexact_hicache.host_pool import TruthHostPools
 from sglang_bitexact_hicache.layout import (
     C4_POOL,
-    CHECKSUM_BYTES,
-    HOST_HEADER_BYTES,
     INDEXER_POOL,
     WINDOW_POOL,
 )
@@ -119,8 +117,7 @@ class DebugChecks:
         if restore.copied is not None:
             restore.copied.synchronize()
         record = self._pools.record(pool, restore.host_slot)
-        header = self._pools.record(WINDOW_POOL, restore.host_slot)[HOST_HEADER_BYTES:]
-        carried = header[: CHECKSUM_BYTES * self._view.layout.num_sections].view(torch.int64)
+        carried = self._pools.checksums(restore.host_slot)
         noted = self._sources.get(restore.host_slot, {})
         sums_equal = bytes_equal = True
         nbytes = 0

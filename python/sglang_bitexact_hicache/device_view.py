@@ -38,7 +38,6 @@ class DeviceView:
     Attributes:
         layout: the record geometry that these buffers imply.
         rings: pool name -> rings in section order.
-        num_slots: request rows (`req_pool_idx` values) that the rings cover.
     """
 
     def __init__(self, pool: Any) -> None:
@@ -63,7 +62,6 @@ class DeviceView:
             C4_POOL: pool.compress_state_pools,
             INDEXER_POOL: pool.indexer_compress_state_pools,
         }
-        self.num_slots: int = pool.num_req_slots
         self.ring_size: int = pool.unified_swa_ring_size
         self.state_ring_size: int = pool.compress_state_pools[min(c4)].ring_size
         self.device: torch.device = windows[first].device

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_bitexact_hicache.checksum import section_checksums
-from sglang_bitexact_hicache.geometry import ring_row
+from sglang_bitexact_hicache.geometry import ring_row, span
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class SpanGather:
         start, first, flat, slot = (
             torch.tensor(column, dtype=torch.int64).unsqueeze(1)
             for column in zip(
-                *((s.boundary - rows, s.chunk_start, s.chunk_row, s.slot) for s in sources),
+                *((span(s.boundary, rows)[0], s.chunk_start, s.chunk_row, s.slot) for s in sources),
                 strict=True,
             )
         )
@@ -112,7 +112,7 @@ class SpanScatter:
         pin: bool,
     ) -> None:
         slot = torch.tensor(list(slots), dtype=torch.int64).unsqueeze(1)
-        start = torch.tensor(list(boundaries), dtype=torch.int64).unsqueeze(1) - rows
+        start = torch.tensor([span(b, rows)[0] for b in boundaries]).unsqueeze(1)
         index = ring_row(slot, ring, start + torch.arange(rows))
         self._into = to_device(index.flatten(), device, pin)
         self._staging = to_device(torch.tensor(list(staging), dtype=torch.int64), device, pin)

@@ -23,16 +23,21 @@ def boundaries(start: int, end: int) -> range:
     return range((start // PAGE_SIZE + 1) * PAGE_SIZE, end + 1, PAGE_SIZE)
 
 
+def span(boundary: int, rows: int) -> tuple[int, int]:
+    """Positions [lo, hi) of the last `rows` positions before a boundary (ValueError if it is none)."""
+    if boundary <= 0 or boundary % PAGE_SIZE:
+        raise ValueError(f"{boundary} is not a page boundary (multiple of {PAGE_SIZE})")
+    return boundary - rows, boundary
+
+
 def window_span(boundary: int) -> tuple[int, int]:
     """Positions [lo, hi) of the window at a boundary; `lo` is the request's `buf_lo`."""
-    _check(boundary)
-    return boundary - WINDOW, boundary
+    return span(boundary, WINDOW)
 
 
 def state_span(boundary: int) -> tuple[int, int]:
     """Positions [lo, hi) of the C4 and C4-indexer state at a boundary."""
-    _check(boundary)
-    return boundary - STATE_ROWS, boundary
+    return span(boundary, STATE_ROWS)
 
 
 def ring_row(slot: Any, ring: int, position: Any) -> Any:
@@ -41,8 +46,3 @@ def ring_row(slot: Any, ring: int, position: Any) -> Any:
     Integers, or integer tensors that broadcast against each other.
     """
     return slot * ring + position % ring
-
-
-def _check(boundary: int) -> None:
-    if boundary <= 0 or boundary % PAGE_SIZE:
-        raise ValueError(f"{boundary} is not a page boundary (multiple of {PAGE_SIZE})")

@@ -9,7 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from sglang_bitexact_hicache.layout import HOST_HEADER_BYTES, POOLS, WINDOW_POOL, RecordLayout
+from sglang_bitexact_hicache.layout import (
+    CHECKSUM_BYTES,
+    HOST_HEADER_BYTES,
+    POOLS,
+    WINDOW_POOL,
+    RecordLayout,
+)
 
 
 class TruthHostPools:
@@ -47,6 +53,12 @@ class TruthHostPools:
         """What moves between host and device: the record less the header bytes the host owns."""
         start = HOST_HEADER_BYTES if pool == WINDOW_POOL else 0
         return self.buffers[pool][slot, start:]
+
+    def checksums(self, slot: int) -> torch.Tensor:
+        """The device checksums that a slot's record carries: int64 ``[sections]``, a view. Wait on the
+        capture's event first."""
+        nbytes = CHECKSUM_BYTES * self.layout.num_sections
+        return self.device_part(WINDOW_POOL, slot)[:nbytes].view(torch.int64)
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -107,12 +107,8 @@ def patched(target: Any, name: str, value: Any) -> Iterator[None]:
         setattr(target, name, before)
 
 
-# ---- scenarios
-
-
-def repeat(h: Harness, ids: Sequence[int], new: int, tier: str) -> Steps:
-    """Cold, then the same prompt again after its rings were dirtied: (cold, hit, counter gains)."""
-    first = yield from cold(h, ids, new)
+def hit_over_dirt(h: Harness, ids: Sequence[int], new: int, tier: str) -> Steps:
+    """A prompt that hits, from device or host memory, over dirty rings: (its result, counter gains)."""
     if tier == "host":
         yield from to_host(h)
     dirty_rings(h)
@@ -120,6 +116,26 @@ def repeat(h: Harness, ids: Sequence[int], new: int, tier: str) -> Steps:
     hit = yield from h.generate(ids, new)
     gains = since(h, before)
     yield from leak_free(h)
+    return hit, gains
+
+
+def skipping(pipeline: Any) -> Any:
+    """Stands for `RestorePipeline.apply`: gives the staging back and writes nothing."""
+
+    def skipped(restores: Sequence[Any]) -> None:
+        for restore in restores:
+            pipeline.drop(restore)
+
+    return skipped
+
+
+# ---- scenarios
+
+
+def repeat(h: Harness, ids: Sequence[int], new: int, tier: str) -> Steps:
+    """Cold, then the same prompt again after its rings were dirtied: (cold, hit, counter gains)."""
+    first = yield from cold(h, ids, new)
+    hit, gains = yield from hit_over_dirt(h, ids, new, tier)
     return first, hit, gains
 
 
@@ -140,13 +156,7 @@ def fork(h: Harness, stem: Sequence[int], tail: Sequence[int], new: int, tier: s
     yield from h.flush()
     # The donor goes on differently after the stem.
     yield from h.generate([*stem, *reversed(tail)], 1)
-    if tier == "host":
-        yield from to_host(h)
-    dirty_rings(h)
-    before = counters(h)
-    hit = yield from h.generate(ids, new)
-    gains = since(h, before)
-    yield from leak_free(h)
+    hit, gains = yield from hit_over_dirt(h, ids, new, tier)
     return first, hit, gains
 
 
@@ -160,12 +170,7 @@ def broken_restore(h: Harness, ids: Sequence[int], new: int, how: str, checked: 
     first = yield from cold(h, ids, new)
     yield from h.settle()
     runtime = h.runtime
-    original = runtime._restore.apply
-
-    def skipped(restores: Sequence[Any]) -> None:
-        for restore in restores:
-            runtime._restore.drop(restore)
-
+    apply = skipping(runtime._restore) if how == "skip" else runtime._restore.apply
     if how == "indexer":
         overwrite_indexer_state(runtime)
     elif how != "skip":
@@ -180,7 +185,7 @@ def broken_restore(h: Harness, ids: Sequence[int], new: int, how: str, checked: 
     dirty_rings(h)
     before = counters(h)
     with (
-        patched(runtime._restore, "apply", skipped if how == "skip" else original),
+        patched(runtime._restore, "apply", apply),
         patched(runtime, "_checks", runtime._checks if checked else None),
     ):
         hit = yield from h.generate(ids, new)
@@ -199,11 +204,7 @@ def broken_fork(h: Harness, stem: Sequence[int], tail: Sequence[int]) -> Steps:
     before = counters(h)
     runtime = h.runtime
 
-    def skipped(restores: Sequence[Any]) -> None:
-        for restore in restores:
-            runtime._restore.drop(restore)
-
-    with patched(runtime._restore, "apply", skipped):
+    with patched(runtime._restore, "apply", skipping(runtime._restore)):
         broken = yield from h.generate([*stem, *tail], 2)
     gains = since(h, before)
     again = yield from h.generate([*stem, *tail], 2)

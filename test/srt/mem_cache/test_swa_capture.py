@@ -141,7 +141,7 @@ def test_captured_bytes_are_what_the_forward_produced(bench, start, boundary):
     chunks = bench.chunks(10 + length + 5)
     source = Source(slot=3, chunk_start=start, chunk_row=10, boundary=boundary)
     bench.run_capture([source], [5], chunks).synchronize()
-    sums = bench.capture.checksums(5)
+    sums = bench.pools.checksums(5)
     for ring in all_rings(bench.view):
         section = ring.section
         expected = bench.expected(source, ring, chunks[section.index])
@@ -204,7 +204,7 @@ def test_control_one_flipped_bit_in_host_memory_is_one_flipped_bit_on_the_device
     landed = bench.landed(2, 256, ring)
     assert torch.equal(landed, bench.stored(1, ring.section))
     typed = landed.view(ring.buffer.dtype).view(1, ring.section.rows, -1)
-    carried = bench.capture.checksums(1)[ring.section.index]
+    carried = bench.pools.checksums(1)[ring.section.index]
     assert int(section_checksums(typed)) != int(carried)
 
 

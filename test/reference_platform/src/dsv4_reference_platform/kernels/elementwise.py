@@ -1,4 +1,4 @@
-"""Activation functions whose result for an element does not depend on where it lies.
+"""Activation functions, and a sum, whose result for an element does not depend on where it lies.
 
 ``torch.sigmoid``, ``torch.nn.functional.silu`` and ``softplus`` use one approximation in the
 vectorised body of a tensor and another for the elements left over at its end, so a token's bits
@@ -24,3 +24,11 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 def softplus(x: torch.Tensor) -> torch.Tensor:
     """``log(1 + exp(x))``, fp32 in and out, any shape; exact form for large ``|x|``."""
     return x.clamp(min=0.0) + torch.log1p(torch.exp(-x.abs()))
+
+
+def row_sums(x: torch.Tensor) -> torch.Tensor:
+    """Sum over the last axis, left to right, keeping it: ``[..., n] -> [..., 1]``."""
+    total = x[..., :1].clone()
+    for column in range(1, x.shape[-1]):
+        total += x[..., column : column + 1]
+    return total

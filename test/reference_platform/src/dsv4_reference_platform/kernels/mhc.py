@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dsv4_reference_platform.kernels.elementwise import sigmoid
+from dsv4_reference_platform.kernels.elementwise import row_sums, sigmoid
 from dsv4_reference_platform.kernels.matmul import row_tiled_mm
-
-
-def _row_sums(c: torch.Tensor) -> torch.Tensor:
-    """Sum over the last axis, left to right, keeping it."""
-    total = c[..., 0:1].clone()
-    for k in range(1, c.shape[-1]):
-        total += c[..., k : k + 1]
-    return total
 
 
 def _column_sums(c: torch.Tensor) -> torch.Tensor:
@@ -50,10 +42,10 @@ def hc_split_sinkhorn(
     post = 2.0 * sigmoid(flat[:, hc : 2 * hc] * scale[1] + base[hc : 2 * hc])
     comb = (flat[:, 2 * hc :] * scale[2] + base[2 * hc :]).view(-1, hc, hc)
     comb = torch.exp(comb - comb.amax(-1, keepdim=True))
-    comb = comb / _row_sums(comb) + eps
+    comb = comb / row_sums(comb) + eps
     comb = comb / (_column_sums(comb) + eps)
     for _ in range(sinkhorn_iters - 1):
-        comb = comb / (_row_sums(comb) + eps)
+        comb = comb / (row_sums(comb) + eps)
         comb = comb / (_column_sums(comb) + eps)
     return (
         pre.view(b, s, hc).to(mixes.dtype),

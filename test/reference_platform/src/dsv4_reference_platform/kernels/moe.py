@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from dsv4_reference_platform.kernels.elementwise import sigmoid, silu, softplus
+from dsv4_reference_platform.kernels.elementwise import row_sums, sigmoid, silu, softplus
 from dsv4_reference_platform.kernels.matmul import row_tiled_mm
 
 _RENORMALIZE_SUM_EPSILON = 1e-20
-
-
-def _sum_columns(x: torch.Tensor) -> torch.Tensor:
-    """Sum over the last dimension, left to right; ``[..., n] -> [..., 1]``."""
-    total = x[..., :1].clone()
-    for column in range(1, x.shape[-1]):
-        total += x[..., column : column + 1]
-    return total
 
 
 def hash_topk(
@@ -46,7 +38,7 @@ def hash_topk(
     tokens, experts = router_logits.shape
     routed = tid2eid[input_ids.long()].long()
     scores = torch.sqrt(softplus(router_logits.float().gather(1, routed)))
-    weights = scores / (_sum_columns(scores) + _RENORMALIZE_SUM_EPSILON)
+    weights = scores / (row_sums(scores) + _RENORMALIZE_SUM_EPSILON)
     if num_fused_shared_experts:
         shared = torch.arange(experts, experts + num_fused_shared_experts).expand(tokens, -1)
         routed = torch.cat((routed, shared), 1)
@@ -98,7 +90,7 @@ def moe_fused_gate(
     ids = order[:, :topk]
     weights = scores.gather(1, ids)
     if renormalize:
-        weights = weights / (_sum_columns(weights) + _RENORMALIZE_SUM_EPSILON)
+        weights = weights / (row_sums(weights) + _RENORMALIZE_SUM_EPSILON)
     if apply_routed_scaling_factor_on_output:
         weights = weights * routed_scaling_factor
     return weights, ids.to(torch.int32)

@@ -19,8 +19,26 @@ class Counters:
     """Boundaries not captured because one forward held more of them than the device staging."""
     staging_waits: int = 0
     """Times a forward had to wait for an older capture to leave the device staging."""
+    capture_over_row_limit: int = 0
+    """Boundaries not captured because the request held `row_limit` slots that no node owns yet."""
+    decode_captured: int = 0
+    """Boundaries captured after a decode step; part of `captured`."""
+    bytes_captured: int = 0
+    """Bytes copied from device staging to host slots."""
+    bound: int = 0
+    """Truths whose page the tree took: from then on a hit can end there."""
+    healed: int = 0
+    """Pages that sat in the tree without truth and got it from a later request."""
+    repaired: int = 0
+    """Pages whose broken chain a later request joined again."""
+    loaded_for_healing: int = 0
+    """Host pages loaded back only so that a request could heal what lies below them."""
+    chunks_cut: int = 0
+    """Prefill chunks ended early so that a boundary worth keeping ends one."""
     restored: int = 0
     """Windows and states scattered into a request's rows."""
+    bytes_restored: int = 0
+    """Bytes copied from host slots to device staging."""
     restore_waves: int = 0
     """Extra waves that batches of more restores than the restore staging needed."""
     restore_dropped: int = 0

@@ -84,11 +84,10 @@ def plan_pools(ctx: Any) -> Options:
     Raises:
         ValueError: the pools do not fit (sizing.check).
     """
-    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import (
         _deepseek_v4_num_host_pages,
     )
-    from sglang.srt.server_args import compute_world_size
 
     from sglang_bitexact_hicache.device_view import DeviceView
 
@@ -105,18 +104,28 @@ def plan_pools(ctx: Any) -> Options:
         stride=options.stride,
         request_rows=ctx.params.req_to_token_pool.size,
         slot_bytes=DeviceView(kvcache).layout.slot_bytes,
+        context_length=model_config_of(ctx.server_args).context_len,
         tail_slots=options.tail_slots,
+        row_limit_override=options.row_limit,
     )
-    cfg = resolving_view(ctx.server_args)
-    world = compute_world_size(dp_size=cfg.dp_size, tp_size=cfg.tp_size, pp_size=cfg.pp_size)
     available = options.available_dram
     sizing.check(
         planned,
         stride=options.stride,
         available_dram=free_host_memory() if available is None else available,
-        ranks=max(1, world // cfg.nnodes),
+        ranks=ranks_of_host(ctx.server_args),
     )
     return dataclasses.replace(options, sizing=planned)
+
+
+def ranks_of_host(server_args: Any) -> int:
+    """Scheduler ranks of this server that run on one host."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.server_args import compute_world_size
+
+    cfg = resolving_view(server_args)
+    world = compute_world_size(dp_size=cfg.dp_size, tp_size=cfg.tp_size, pp_size=cfg.pp_size)
+    return max(1, world // cfg.nnodes)
 
 
 def free_host_memory() -> int:

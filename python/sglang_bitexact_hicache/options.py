@@ -1,7 +1,8 @@
 """The feature's switches and numbers: how they are declared, read, checked and carried.
 
 Two command-line arguments, three environment flags, one environment mirror for each argument (for
-users of `sglang.Engine(...)`, which has no command line). SGLang's ServerArgs is a sealed record, so
+users of `sglang.Engine(...)`, which has no command line), one number that only the environment has.
+SGLang's ServerArgs is a sealed record, so
 the arguments' values travel on it as underscore attributes: those are allowed at any time and survive
 pickling into the scheduler processes (`ServerArgs.__reduce__`).
 
@@ -39,6 +40,9 @@ ENV_STRIDE = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
 TAIL_ARGUMENT = "--hicache-swa-offload-tail-slots"
 ENV_TAIL = "SGLANG_HICACHE_SWA_OFFLOAD_TAIL_SLOTS"
 
+ENV_ROW_LIMIT = "SGLANG_SWA_HICACHE_STATE_STAGING_PAGES"
+"""The most host slots that one request may hold before a tree node owns them (sizing.row_limit)."""
+
 DEFAULT_STRIDE = 1
 
 # Names on the ServerArgs record.
@@ -54,6 +58,8 @@ class Options:
     Attributes:
         stride: a boundary is kept at every `stride`-th page (of 256 tokens).
         tail_slots: host slots on top of the grid's, or None for the default formula (sizing.py).
+        row_limit: host slots that one request may hold before a tree node owns them, or None for the
+            default formula (sizing.py).
         checksum: verify and report every restore.
         available_dram: bytes of host memory that were free when the launcher looked, or None where
             no launcher did (a cache that is built outside a server).
@@ -62,6 +68,7 @@ class Options:
 
     stride: int = DEFAULT_STRIDE
     tail_slots: int | None = None
+    row_limit: int | None = None
     checksum: bool = False
     available_dram: int | None = None
     sizing: Sizing | None = None
@@ -73,7 +80,7 @@ class Options:
         The command line wins over the environment. Values are not judged here (refusals.py does).
 
         Raises:
-            ValueError: an environment mirror is set to something that is not an integer.
+            ValueError: a number in the environment is not an integer.
         """
         carried = vars(server_args)
         stride = carried.get(_STRIDE_ATTRIBUTE)
@@ -85,6 +92,7 @@ class Options:
         return cls(
             stride=DEFAULT_STRIDE if stride is None else stride,
             tail_slots=tail,
+            row_limit=_integer_from_env(ENV_ROW_LIMIT),
             checksum=env_flag(ENV_CHECKSUM),
             available_dram=carried.get(_DRAM_ATTRIBUTE),
         )
@@ -149,6 +157,7 @@ def install_env_fields() -> None:
         ENV_CHECKSUM: EnvBool(False),
         ENV_STRIDE: EnvInt(DEFAULT_STRIDE),
         ENV_TAIL: EnvInt(None),
+        ENV_ROW_LIMIT: EnvInt(None),
     }
     missing = {name: field for name, field in fields.items() if name not in vars(Envs)}
     if not missing:

@@ -17,12 +17,14 @@ from typing import Any
 from sglang_bitexact_hicache.constants import C4_RATIO, C128_RATIO, PAGE_SIZE, WINDOW
 from sglang_bitexact_hicache.options import (
     ENV_FLAG,
+    ENV_ROW_LIMIT,
     ENV_STRIDE,
     ENV_TAIL,
     STRIDE_ARGUMENT,
     TAIL_ARGUMENT,
     Options,
 )
+from sglang_bitexact_hicache.sizing import LEAST_ROW_LIMIT
 
 RATIOS = frozenset({0, C4_RATIO, C128_RATIO})
 
@@ -145,6 +147,12 @@ RULES: tuple[Rule, ...] = (
         TAIL_ARGUMENT,
         f"must not be negative (also {ENV_TAIL})",
         lambda s: s.options.tail_slots is not None and s.options.tail_slots < 0,
+    ),
+    Rule(
+        "row_limit",
+        ENV_ROW_LIMIT,
+        f"must be at least {LEAST_ROW_LIMIT} host slots, the newest boundaries of a running request",
+        lambda s: s.options.row_limit is not None and s.options.row_limit < LEAST_ROW_LIMIT,
     ),
     Rule(
         "write_policy",

@@ -28,7 +28,7 @@ def hicache():
 def build(slots: int = 5, **overrides):
     server_args = fixtures.make_server_args(**{"chunked_prefill_size": 1024, **overrides})
     stack = fixtures.make_cache(server_args, slots=0)
-    sizing = Sizing(grid_slots=slots, tail_slots=0, slot_bytes=1)
+    sizing = Sizing(grid_slots=slots, tail_slots=0, slot_bytes=1, row_limit=slots)
     options = Options(sizing=sizing, checksum=True)
     runtime = TruthRuntime.build(stack.cache, server_args, options)
     stack.cache.truth_runtime = runtime

@@ -53,6 +53,7 @@ def _engaging_environment():
         SGLANG_SWA_DBG_CHECKSUM=None,
         SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE=None,
         SGLANG_HICACHE_SWA_OFFLOAD_TAIL_SLOTS=None,
+        SGLANG_SWA_HICACHE_STATE_STAGING_PAGES=None,
     ):
         yield
 
@@ -110,9 +111,12 @@ def test_environment_mirrors_serve_engine_users(model):
     with environment(
         SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE="8",
         SGLANG_HICACHE_SWA_OFFLOAD_TAIL_SLOTS="5",
+        SGLANG_SWA_HICACHE_STATE_STAGING_PAGES="7",
         SGLANG_SWA_DBG_CHECKSUM="1",
     ):
-        assert Options.of(server_args) == Options(stride=8, tail_slots=5, checksum=True)
+        assert Options.of(server_args) == Options(
+            stride=8, tail_slots=5, row_limit=7, checksum=True
+        )
 
 
 def test_the_command_line_wins_over_the_environment(model):
@@ -121,10 +125,13 @@ def test_the_command_line_wins_over_the_environment(model):
         assert Options.of(parse(model, ("--hicache-swa-offload-page-stride", "2"))).stride == 2
 
 
-def test_a_mirror_that_is_no_number_is_refused(model):
+@pytest.mark.parametrize(
+    "name", ["SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE", "SGLANG_SWA_HICACHE_STATE_STAGING_PAGES"]
+)
+def test_a_number_in_the_environment_that_is_none_is_refused(model, name):
     with (
-        environment(SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE="4 pages"),
-        pytest.raises(ValueError, match="SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"),
+        environment(**{name: "4 pages"}),
+        pytest.raises(ValueError, match=f"{name} must be an integer, got '4 pages'"),
     ):
         resolve(model)
 
@@ -265,6 +272,7 @@ def _case(
 CASES: dict[str, Case] = {
     "stride": _case("--hicache-swa-offload-page-stride", "0"),
     "tail_slots": _case("--hicache-swa-offload-tail-slots", "-1"),
+    "row_limit": _case(env={"SGLANG_SWA_HICACHE_STATE_STAGING_PAGES": "1"}),
     "write_policy": _case("--hicache-write-policy", "write_back"),
     "hicache_size": _case("--hicache-size", "10"),
     "host_memory_mode": _case(declared={"hicache_host_memory_mode": "buffer_only"}),
@@ -480,6 +488,8 @@ def test_engaged_builds_our_cache_with_the_byte_side(model):
     assert not cache.tree_core.has_swa_host_pool
     assert (options_seen.stride, options_seen.checksum) == (2, True)
     assert (options_seen.sizing.grid_slots, options_seen.sizing.tail_slots) == (8, 9)
+    # 1.5 times the pool is less than the 33 of a context of 16,384 tokens.
+    assert options_seen.sizing.row_limit == 25
     assert cache.store.capacity == 17
     seams.require_live(*seams.When)
 
@@ -488,10 +498,13 @@ def test_engaged_builds_our_cache_with_the_byte_side(model):
 
 
 def test_default_size():
-    planned = sizing.size(full_host_pages=1001, stride=10, request_rows=64, slot_bytes=1000)
+    planned = sizing.size(
+        full_host_pages=1001, stride=10, request_rows=64, slot_bytes=1000, context_length=32_768
+    )
     assert planned.grid_slots == 101
     assert planned.tail_slots == 2 * 64 + 62
     assert planned.nbytes == (101 + 190) * 1000
+    assert planned.row_limit == 14
 
 
 @given(
@@ -503,7 +516,12 @@ def test_default_size():
 )
 def test_the_grid_always_has_a_slot_for_each_of_its_pages(pages, stride, rows, slot, tail):
     planned = sizing.size(
-        full_host_pages=pages, stride=stride, request_rows=rows, slot_bytes=slot, tail_slots=tail
+        full_host_pages=pages,
+        stride=stride,
+        request_rows=rows,
+        slot_bytes=slot,
+        context_length=4096,
+        tail_slots=tail,
     )
     grid = sum(1 for _ in range(stride, pages + 1, stride)) if pages < 10**5 else pages // stride
     assert grid <= planned.grid_slots <= grid + 1
@@ -518,7 +536,7 @@ def test_the_grid_always_has_a_slot_for_each_of_its_pages(pages, stride, rows, s
     ranks=st.integers(1, 16),
 )
 def test_refused_exactly_above_the_share_of_a_rank(slots, slot, dram, ranks):
-    planned = sizing.Sizing(slots, 0, slot)
+    planned = sizing.Sizing(slots, 0, slot, 2)
 
     def ask() -> None:
         sizing.check(planned, stride=1, available_dram=dram, ranks=ranks)
@@ -533,7 +551,11 @@ def test_refused_exactly_above_the_share_of_a_rank(slots, slot, dram, ranks):
 def test_a_larger_stride_is_what_the_message_says_it_is():
     def nbytes(stride: int) -> int:
         return sizing.size(
-            full_host_pages=5000, stride=stride, request_rows=8, slot_bytes=10**6
+            full_host_pages=5000,
+            stride=stride,
+            request_rows=8,
+            slot_bytes=10**6,
+            context_length=4096,
         ).nbytes
 
     sizes = [nbytes(stride) for stride in (1, 2, 4, 8)]
@@ -541,18 +563,95 @@ def test_a_larger_stride_is_what_the_message_says_it_is():
     assert len(set(sizes)) == 4
 
 
-@pytest.mark.parametrize(("slots", "level"), [(160, "INFO"), (161, "WARNING")])
-def test_warns_with_the_numbers_above_16_gb(slots, level):
+def test_warns_with_the_numbers_above_16_gb():
     with our_log() as messages:
-        sizing.check(sizing.Sizing(slots, 0, 10**8), stride=4, available_dram=10**12, ranks=1)
+        sizing.check(sizing.Sizing(160, 0, 10**8, 2), stride=4, available_dram=10**12, ranks=1)
+        assert messages == []
+        sizing.check(sizing.Sizing(161, 0, 10**8, 2), stride=4, available_dram=10**12, ranks=1)
     (message,) = messages
-    assert message.startswith(f"{level} ")
-    for number in (f"{slots} slots", "stride 4", "100000000 bytes", f"{slots / 10:.2f} GB"):
+    assert message.startswith("WARNING ")
+    for number in ("161 slots", "stride 4", "100000000 bytes", "16.10 GB"):
         assert number in message
 
 
+def test_a_host_of_2_tb_refuses_what_a_host_of_3_tb_warns_of():
+    # Eight ranks with 32,768 host pages at stride 1, and the window of DeepSeek-V4-Pro: 299 GB each.
+    planned = sizing.size(
+        full_host_pages=32_768,
+        stride=1,
+        request_rows=128,
+        slot_bytes=9_054_720,
+        context_length=1_048_576,
+        tail_slots=256,
+    )
+    assert round(planned.nbytes / 1e9) == 299
+    with our_log() as messages:
+        sizing.check(planned, stride=1, available_dram=3 * 10**12, ranks=8)
+    (message,) = messages
+    assert message.startswith("WARNING ")
+    assert "299.02 GB of pinned host memory a rank" in message
+    with our_log() as messages, pytest.raises(ValueError) as error:
+        sizing.check(planned, stride=1, available_dram=2 * 10**12, ranks=8)
+    assert messages == []
+    text = str(error.value)
+    assert "Raise --hicache-swa-offload-page-stride" in text
+    assert "8 rank(s) on this host may take 225.00 GB each (0.9 of 2000.00 GB free)" in text
+    assert "--max-total-tokens" not in text
+
+
+@pytest.mark.parametrize(
+    ("context", "stride", "slots", "limit"),
+    [
+        (16_384, 1, 10**6, 65),
+        (16_385, 1, 10**6, 66),
+        (16_384, 8, 10**6, 9),
+        # What is above 200,000 tokens does not count.
+        (200_000, 1, 10**6, 783),
+        (1_048_576, 1, 10**6, 783),
+        # No more than 1.5 times the pool, but always the newest two boundaries.
+        (200_000, 1, 101, 151),
+        (200_000, 1, 1, 2),
+        (1, 10**4, 10**6, 2),
+    ],
+)
+def test_the_most_slots_of_one_request(context, stride, slots, limit):
+    assert sizing.row_limit(context, stride, slots) == limit
+    # What the user asked for is taken as it is.
+    assert sizing.row_limit(context, stride, slots, 64) == 64
+
+
+@pytest.mark.usefixtures("_cpu")
+def test_the_environment_sets_the_most_slots_of_one_request(model):
+    server_args = resolve(model)
+    publish(server_args)
+    with environment(SGLANG_SWA_HICACHE_STATE_STAGING_PAGES="3"):
+        assert factory.plan_pools(build_context(server_args)).sizing.row_limit == 3
+
+
+def test_the_startup_line_has_the_sizes_of_a_rank_and_of_the_host():
+    line = sizing.startup_line(
+        sizing.Sizing(1000, 24, 10**7, 783),
+        stride=2,
+        ranks=8,
+        staging_bytes=240_000_000,
+        layout="abc",
+        checked=False,
+    )
+    assert "\n" not in line
+    for part in (
+        "1024 windows of 10000000 bytes",
+        "1000 on the grid of stride 2, 24 off it",
+        "at most 783",
+        "10.240 GB a rank",
+        "device staging 0.240 GB a rank",
+        "8 rank(s), 81.920 GB of host memory and 1.920 GB of device staging",
+        "layout abc, checks off",
+    ):
+        assert part in line
+
+
 def test_ranks_share_the_memory_of_a_host():
-    planned = sizing.Sizing(10, 0, 10**9)
+    planned = sizing.Sizing(10, 0, 10**9, 2)
     sizing.check(planned, stride=1, available_dram=24 * 10**9, ranks=2)
     with pytest.raises(ValueError, match=r"3 rank\(s\)"):
         sizing.check(planned, stride=1, available_dram=24 * 10**9, ranks=3)
@@ -560,7 +659,7 @@ def test_ranks_share_the_memory_of_a_host():
 
 def test_pools_without_a_slot_are_refused():
     with pytest.raises(ValueError, match="--hicache-ratio"):
-        sizing.check(sizing.Sizing(0, 0, 1), stride=1, available_dram=10**9, ranks=1)
+        sizing.check(sizing.Sizing(0, 0, 1, 2), stride=1, available_dram=10**9, ranks=1)
 
 
 # ---- the whole server: one clear error, exit status not 0

@@ -1,13 +1,48 @@
-"""Counters of what the feature did: plain integers, bumped on the scheduler thread only."""
+"""Counters of what the feature did: plain values, bumped on the scheduler thread only.
+
+Nothing here knows whether anybody reads them; exporter.py hands them to Prometheus.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import asdict, dataclass
+
+
+class Durations:
+    """Durations (seconds) that nobody has read yet.
+
+    Bounded, so that a server without metrics does not collect them forever; the oldest go first.
+    SGLang reports after every prefill, long before that.
+    """
+
+    KEPT = 4096
+    """Durations kept at most."""
+
+    def __init__(self) -> None:
+        self._unread: deque[float] = deque(maxlen=self.KEPT)
+
+    def __len__(self) -> int:
+        return len(self._unread)
+
+    def add(self, seconds: float) -> None:
+        """One duration was measured."""
+        self._unread.append(seconds)
+
+    def take(self) -> list[float]:
+        """What was added since the last call, oldest first."""
+        taken = list(self._unread)
+        self._unread.clear()
+        return taken
 
 
 @dataclass
 class Counters:
-    """What happened since startup (never reset, so that rates can be taken from differences)."""
+    """What happened since startup (never reset, so that rates can be taken from differences).
+
+    `restore_seconds`, which is no counter, is not part of a snapshot: see docs/metrics.md for what it
+    measures.
+    """
 
     captured: int = 0
     """Boundaries whose truth was captured and published."""
@@ -49,6 +84,9 @@ class Counters:
     """Restores that SGLANG_SWA_DBG_CHECKSUM verified on the device."""
     checks_failed: int = 0
     """Restores that SGLANG_SWA_DBG_CHECKSUM found different from their capture."""
+
+    def __post_init__(self) -> None:
+        self.restore_seconds = Durations()
 
     def snapshot(self) -> dict[str, int]:
         """A copy as a plain dict, for logs and tests."""

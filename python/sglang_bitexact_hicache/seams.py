@@ -238,6 +238,16 @@ SEAMS: tuple[Seam, ...] = (
         "layers/attention/dsv4/compressor_v2.py:229 forward_unified",
     ),
     Seam(
+        "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
+        "._log_hicache_stats",
+        Kind.AFTER,
+        "exporter:after_log_hicache_stats",
+        "SGLang reports its HiCache metrics: report ours, with the same labels",
+        ("self",),
+        When.ENGAGED,
+        "managers/scheduler_components/metrics_reporter.py:896, 1142, 1531 (only with metrics)",
+    ),
+    Seam(
         f"{_TREE}.base.TreeComponent.prepare_for_caching_req",
         Kind.SUBCLASS,
         "tree:BxFull.prepare_for_caching_req",

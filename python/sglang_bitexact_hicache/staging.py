@@ -63,6 +63,11 @@ class DeviceStaging:
         """Staging slots that can be taken now (their last copy may still be in flight)."""
         return len(self._free)
 
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of all records."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
     def rows(self, pool: str, section: int) -> torch.Tensor:
         """One section's rows of every staging slot: ``[slots, rows, row]`` of the rings' dtype, a
         view. `section` counts within the pool."""

@@ -1,0 +1,296 @@
+"""Seam: the plain counters as Prometheus metrics, through SGLang's own collector.
+
+`METRICS` is the table of what is exported; docs/metrics.md is the same table for readers (a test
+holds them equal). The metrics join SGLang's: made with the classes and the labels of its scheduler
+collector, in the registry of the scheduler process. So they need `--enable-metrics`, and appear on
+the ranks that report, with the first report.
+
+SGLang reports after a prefill batch, every `--decode-log-interval` decode steps, and every 30 s when
+idle; then, and at no other time, what the counters gained is added. The counters themselves
+(metrics.py, truth.py, gate.py) know nothing of this. Scheduler thread only; nothing is read from the
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from sglang_bitexact_hicache.metrics import Counters
+from sglang_bitexact_hicache.tree import BxCache
+
+PREFIX = "sglang:bitexact_hicache_"
+
+RESTORE_BUCKETS = (
+    *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
+    *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
+)
+"""Upper bounds in seconds."""
+
+Read = Callable[[BxCache], Any]
+
+
+class MetricType(Enum):
+    """How a metric is made and fed."""
+
+    COUNTER = "counter"
+    """Reads a number that only grows."""
+    GAUGE = "gauge"
+    """Reads a number."""
+    HISTOGRAM = "histogram"
+    """Reads, and thereby takes, the observations since the last report."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One exported metric.
+
+    Attributes:
+        name: as on /metrics.
+        type: counter, gauge or histogram.
+        meaning: its documentation, on /metrics and in docs/metrics.md.
+        read: its value, from the cache; or one for each value of the label `reason`.
+    """
+
+    name: str
+    type: MetricType
+    meaning: str
+    read: Read | Mapping[str, Read]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of its labels beside SGLang's."""
+        return ("reason",) if isinstance(self.read, Mapping) else ()
+
+    def series(self) -> list[tuple[dict[str, str], Read]]:
+        """Its label values, and where the value of each comes from."""
+        if isinstance(self.read, Mapping):
+            return [({"reason": reason}, read) for reason, read in self.read.items()]
+        return [({}, self.read)]
+
+
+def _counters(cache: BxCache) -> Counters:
+    return cache.truth_runtime.counters
+
+
+def _count(name: str, meaning: str, read: Read | Mapping[str, Read]) -> Metric:
+    return Metric(f"{PREFIX}{name}_total", MetricType.COUNTER, meaning, read)
+
+
+METRICS: tuple[Metric, ...] = (
+    _count(
+        "captured",
+        "Boundaries whose truth was captured, by prefill or decode.",
+        lambda c: _counters(c).captured,
+    ),
+    _count(
+        "decode_captured",
+        "Of the captured, those after a decode step.",
+        lambda c: _counters(c).decode_captured,
+    ),
+    _count(
+        "captured_bytes",
+        "Bytes copied from the device to host slots.",
+        lambda c: _counters(c).bytes_captured,
+    ),
+    _count(
+        "bound",
+        "Truths whose page the tree took: from then on a hit can end there.",
+        lambda c: _counters(c).bound,
+    ),
+    _count("restored", "Hits restored into a request's rows.", lambda c: _counters(c).restored),
+    _count(
+        "restored_bytes",
+        "Bytes copied from host slots to the device.",
+        lambda c: _counters(c).bytes_restored,
+    ),
+    _count(
+        "evicted",
+        "Truths given up. pool_full: for a new capture. page_gone: no tier holds their page any more.",
+        {
+            "pool_full": lambda c: c.store.counters.evicted,
+            "page_gone": lambda c: c.store.counters.died_with_lineage,
+        },
+    ),
+    _count(
+        "healed",
+        "Cached pages without truth that got it from a later request.",
+        lambda c: _counters(c).healed,
+    ),
+    _count(
+        "repaired",
+        "Cached pages whose broken chain a later request joined again.",
+        lambda c: _counters(c).repaired,
+    ),
+    _count(
+        "loaded_for_healing",
+        "Host pages loaded back only so that a request could heal what lies below them.",
+        lambda c: _counters(c).loaded_for_healing,
+    ),
+    _count(
+        "chunks_cut",
+        "Prefill chunks ended early so that a boundary worth keeping ends one.",
+        lambda c: _counters(c).chunks_cut,
+    ),
+    _count(
+        "rejected",
+        "What was not done. Not captured: no_slot (every slot locked or reserved), over_staging (more "
+        "boundaries in one forward than device staging), over_row_limit (the request holds its most "
+        "slots), publish_refused (the page was gone, or had truth). Not restored: load_back_declined "
+        "(the path changed after the match), request_gone (aborted or retracted before its forward). "
+        "Ended with an error: restore_impossible (a bug of ours), check_failed (the debug checks).",
+        {
+            "no_slot": lambda c: _counters(c).capture_no_slot,
+            "over_staging": lambda c: _counters(c).capture_over_staging,
+            "over_row_limit": lambda c: _counters(c).capture_over_row_limit,
+            "publish_refused": lambda c: c.store.counters.publish_refused,
+            "load_back_declined": lambda c: c.gate_counters.load_backs_declined,
+            "request_gone": lambda c: _counters(c).restore_dropped,
+            "restore_impossible": lambda c: _counters(c).restore_impossible,
+            "check_failed": lambda c: _counters(c).checks_failed,
+        },
+    ),
+    _count(
+        "unknown_pages",
+        "Pages cached without identity; a hit never passes them.",
+        lambda c: c.gate_counters.unknown_pages,
+    ),
+    _count(
+        "staging_waits",
+        "Forwards that queued behind an older capture for device staging.",
+        lambda c: _counters(c).staging_waits,
+    ),
+    _count(
+        "restore_waves",
+        "Extra waves of batches with more hits than restore staging.",
+        lambda c: _counters(c).restore_waves,
+    ),
+    _count(
+        "checks_verified",
+        "Restores that the debug checks verified on the device.",
+        lambda c: _counters(c).checks_verified,
+    ),
+    Metric(
+        f"{PREFIX}restore_seconds",
+        MetricType.HISTOGRAM,
+        "From the admission of a hit, when its copy from host memory is queued, until its scatter "
+        "into the rings is queued: host clock of the scheduler thread, no synchronisation.",
+        lambda c: _counters(c).restore_seconds.take(),
+    ),
+    Metric(
+        f"{PREFIX}slots_used",
+        MetricType.GAUGE,
+        "Host slots that are not free.",
+        lambda c: c.store.in_use(),
+    ),
+    Metric(f"{PREFIX}slots_total", MetricType.GAUGE, "Host slots.", lambda c: c.store.capacity),
+)
+"""Everything that is exported."""
+
+
+@dataclass
+class _Growing:
+    """A series of a counter, and how much of it was reported."""
+
+    child: Any
+    read: Read
+    reported: int = 0
+
+    def update(self, cache: BxCache) -> None:
+        value = self.read(cache)
+        # Prometheus raises at a negative step, and that would end the scheduler.
+        if value > self.reported:
+            self.child.inc(value - self.reported)
+            self.reported = value
+
+
+@dataclass
+class _Level:
+    """A series of a gauge."""
+
+    child: Any
+    read: Read
+
+    def update(self, cache: BxCache) -> None:
+        self.child.set(self.read(cache))
+
+
+@dataclass
+class _Observed:
+    """A series of a histogram."""
+
+    child: Any
+    read: Read
+
+    def update(self, cache: BxCache) -> None:
+        for observation in self.read(cache):
+            self.child.observe(observation)
+
+
+class Exporter:
+    """The metrics of one scheduler process, and what was reported of them so far.
+
+    Registers every metric in this process's Prometheus registry, so there can be one.
+
+    Args:
+        collector: SGLang's `SchedulerMetricsCollector`: its labels, and its metric classes (which
+            are Ray's under Ray).
+    """
+
+    def __init__(self, collector: Any) -> None:
+        # Not earlier: the client looks for PROMETHEUS_MULTIPROC_DIR, which SGLang sets, when imported.
+        import prometheus_client
+
+        makers: dict[MetricType, tuple[Any, Any, dict[str, Any]]] = {
+            MetricType.COUNTER: (
+                collector._counter_cls or prometheus_client.Counter,
+                _Growing,
+                {},
+            ),
+            MetricType.GAUGE: (
+                collector._gauge_cls or prometheus_client.Gauge,
+                _Level,
+                {"multiprocess_mode": "mostrecent"},
+            ),
+            MetricType.HISTOGRAM: (
+                collector._histogram_cls or prometheus_client.Histogram,
+                _Observed,
+                {"buckets": RESTORE_BUCKETS},
+            ),
+        }
+        self._series: list[_Growing | _Level | _Observed] = []
+        for metric in METRICS:
+            make, series, options = makers[metric.type]
+            made = make(
+                name=metric.name,
+                documentation=metric.meaning,
+                labelnames=[*collector.labels, *metric.labels],
+                **options,
+            )
+            for labels, read in metric.series():
+                # Having the child is what makes the series appear, at 0, before anything happened.
+                self._series.append(series(made.labels(**collector.labels, **labels), read))
+
+    def update(self, cache: BxCache) -> None:
+        """Report what happened since the last call."""
+        for series in self._series:
+            series.update(cache)
+
+
+_exporter: Exporter | None = None
+
+
+def after_log_hicache_stats(result: None, reporter: Any) -> None:
+    """AFTER SchedulerMetricsReporter._log_hicache_stats: SGLang reports, and so do we.
+
+    With metrics off, or on a rank that does not report, SGLang does not come here.
+    """
+    global _exporter
+    cache = reporter.scheduler.tree_cache
+    if not isinstance(cache, BxCache) or cache.truth_runtime is None:
+        return
+    if _exporter is None:
+        _exporter = Exporter(reporter.metrics_collector)
+    _exporter.update(cache)

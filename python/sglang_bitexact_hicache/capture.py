@@ -5,6 +5,9 @@ builds the index tensors; the forward's hooks (forward_hooks.py) call `gather_wi
 `gather_state` once a layer, before the layer touches its ring; `finish` right after the forward was
 launched queues one copy a pool and boundary to the host slot, on the capture lane, and returns the
 event that every reader of those host bytes waits on.
+
+A decode step is captured after its forward, when the rings hold the boundary's positions:
+`gather_rings` takes the place of the hooks.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from sglang_bitexact_hicache import checksum
 from sglang_bitexact_hicache.constants import STATE_ROWS, WINDOW
 from sglang_bitexact_hicache.device_view import DeviceView, Ring
 from sglang_bitexact_hicache.gather import Source, SpanGather
-from sglang_bitexact_hicache.layout import POOLS
+from sglang_bitexact_hicache.layout import POOLS, WINDOW_POOL
 from sglang_bitexact_hicache.pipeline import RecordPipeline
 from sglang_bitexact_hicache.transfer import Event
 
@@ -70,7 +73,19 @@ class CapturePipeline(RecordPipeline):
         """Queue one layer's C4 or indexer state rows; `chunk` is fp32 ``[tokens, 4 * head_dim]``."""
         self._gather(plan, plan.state, ring, chunk)
 
-    def _gather(self, plan: CapturePlan, span: SpanGather, ring: Ring, chunk: torch.Tensor) -> None:
+    def gather_rings(self, plan: CapturePlan) -> None:
+        """Queue every section's rows as the rings hold them now, after the forward.
+
+        Whoever overwrites those ring rows from another stream waits on an event recorded after this.
+        """
+        for pool, rings in self._view.rings.items():
+            span = plan.window if pool == WINDOW_POOL else plan.state
+            for ring in rings:
+                self._gather(plan, span, ring, None)
+
+    def _gather(
+        self, plan: CapturePlan, span: SpanGather, ring: Ring, chunk: torch.Tensor | None
+    ) -> None:
         section = ring.section
         first = self._view.rings[section.pool][0].section.index
         span.run(
@@ -97,6 +112,7 @@ class CapturePipeline(RecordPipeline):
             for pool in POOLS
         ]
         event = self._lane.submit(copies, [self._lane.mark(), *after])
+        self._counters.bytes_captured += sum(source.nbytes for _, source in copies)
         self.staging.give_back(plan.staging, event)
         return event
 

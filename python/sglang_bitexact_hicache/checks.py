@@ -71,6 +71,15 @@ class DebugChecks:
             value = int(section_checksums(found.unsqueeze(0)))
             self._noted[i, ring.section.index] = value
 
+    def note_rings(self, plan: CapturePlan) -> None:
+        """Checksum every section's source rows of a plan that is captured after its forward, through
+        stock's own index builders."""
+        for rings in self._view.rings.values():
+            for ring in rings:
+                for i, source in enumerate(plan.sources):
+                    rows = ring.buffer[self._stock_rows(ring, source.slot, source.boundary)]
+                    self._noted[i, ring.section.index] = int(section_checksums(rows.unsqueeze(0)))
+
     def bind_sources(self, plan: CapturePlan, slots: Sequence[int]) -> None:
         """The plan's captures went to these host slots."""
         sections = self._view.layout.num_sections
@@ -123,7 +132,7 @@ class DebugChecks:
         nbytes = 0
         for ring in self._view.rings[pool]:
             section = ring.section
-            landed = ring.buffer[self._landing_rows(ring, restore)]
+            landed = ring.buffer[self._stock_rows(ring, restore.row, restore.boundary)]
             sum_now = int(section_checksums(landed.unsqueeze(0)))
             # A record from another process carries its checksum only in its header.
             sum_then = noted.get(section.index, int(carried[section.index]))
@@ -133,18 +142,17 @@ class DebugChecks:
             nbytes += section.nbytes
         return sums_equal, bytes_equal, nbytes
 
-    def _landing_rows(self, ring: Ring, restore: Restore) -> torch.Tensor:
+    def _stock_rows(self, ring: Ring, row: int, boundary: int) -> torch.Tensor:
+        """Ring rows of a boundary's section, in position order, by stock's own arithmetic."""
+        device = ring.buffer.device
         if ring.section.pool == WINDOW_POOL:
-            return _rows_that_attention_reads(restore, ring.size, ring.buffer.device)
-        last = restore.boundary
-        positions = torch.arange(last - STATE_ROWS, last, device=ring.buffer.device)
-        return self._view.state_rows(
-            ring.section, torch.full_like(positions, restore.row), positions
-        )
+            return _rows_that_attention_reads(row, boundary, ring.size, device)
+        positions = torch.arange(boundary - STATE_ROWS, boundary, device=device)
+        return self._view.state_rows(ring.section, torch.full_like(positions, row), positions)
 
 
 def _rows_that_attention_reads(
-    restore: Restore, ring_size: int, device: torch.device
+    row: int, boundary: int, ring_size: int, device: torch.device
 ) -> torch.Tensor:
     """Ring rows of [P - 128, P), asked from the index builder of stock's prefill attention.
 
@@ -153,11 +161,10 @@ def _rows_that_attention_reads(
     """
     from sglang.kernels.ops.attention.dsv4.unified_kv_kernels import runtime
 
-    last = restore.boundary
-    positions = torch.tensor([last - 1, last], dtype=torch.int64, device=device)
+    positions = torch.tensor([boundary - 1, boundary], dtype=torch.int64, device=device)
     rows, spans, _, _ = runtime.build_prefill_indices(
         compress_ratio=0,
-        state_slot=torch.full_like(positions, restore.row),
+        state_slot=torch.full_like(positions, row),
         positions=positions,
         chunk_start=positions.clone(),
         cu_q=torch.zeros_like(positions),

@@ -31,6 +31,14 @@ class GateCounters:
     """Extra walks that cut a node at the boundary a declined load-back falls back to."""
     load_backs_declined: int = 0
     """Load-backs declined because the path changed, or its truth went, after the match."""
+    bound: int = 0
+    """Truths whose page the tree took from the request that computed it."""
+    healed: int = 0
+    """Truths that a checkpoint gave to a page the tree had kept without one (healing.py, H2)."""
+    rehung_pages: int = 0
+    """Pages that got a fresh identity because their chain was broken (healing.py, H1)."""
+    loaded_for_healing: int = 0
+    """Host-only pages brought back so that a checkpoint joins them instead of replacing them."""
     unknown_pages: int = 0
     """Pages that entered the tree without identity (never a hit)."""
     host_inserts_dropped: int = 0

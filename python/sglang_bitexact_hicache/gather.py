@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_bitexact_hicache.checksum import section_checksums
-from sglang_bitexact_hicache.geometry import ring_row, span
+from sglang_bitexact_hicache.geometry import ring_row, span, window_span
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,11 @@ class Source:
     chunk_start: int
     chunk_row: int
     boundary: int
+
+    @property
+    def reads_ring(self) -> bool:
+        """Whether part of the window, or all of it, comes from the ring."""
+        return self.chunk_start > window_span(self.boundary)[0]
 
 
 def to_device(index: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:
@@ -78,20 +83,28 @@ class SpanGather:
             self._ring_rows = to_device(ring_rows, device, pin)
 
     def run(
-        self, chunk: torch.Tensor, ring: torch.Tensor, into: torch.Tensor, sums: torch.Tensor
+        self,
+        chunk: torch.Tensor | None,
+        ring: torch.Tensor,
+        into: torch.Tensor,
+        sums: torch.Tensor,
     ) -> None:
         """Queue one section's gather.
 
         Args:
             chunk: ``[tokens, row]``, the forward's rows; cast to the ring's dtype as the layer's own
-                store casts it (round to nearest).
+                store casts it (round to nearest). None after a forward, where the ring holds every
+                position (all sources have `chunk_start` at their boundary).
             ring: ``[ring rows, row]``, read only where a span begins before the chunk.
             into: ``[staging slots, rows, row]``, a section of device staging.
             sums: int64 ``[staging slots]``, the section's checksums.
         """
-        flat = chunk.index_select(0, self._chunk).to(into.dtype)
-        if self._ring_rows is not None:
-            flat.index_copy_(0, self._ring_into, ring.index_select(0, self._ring_rows))
+        if chunk is None:
+            flat = ring.index_select(0, self._ring_rows)
+        else:
+            flat = chunk.index_select(0, self._chunk).to(into.dtype)
+            if self._ring_rows is not None:
+                flat.index_copy_(0, self._ring_into, ring.index_select(0, self._ring_rows))
         rows = flat.view(self._count, self._rows, -1)
         into.index_copy_(0, self._staging, rows)
         sums.index_copy_(0, self._staging, section_checksums(rows))

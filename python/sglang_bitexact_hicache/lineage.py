@@ -176,6 +176,11 @@ class CopyTable:
         self._store(node_id, NodeCopies(old.dev, copy))
         self._count(copy, old.host)
 
+    def relabel(self, node_id: int, copies: NodeCopies) -> None:
+        """The node's copies have these identities from now on; the bytes stay (healing.py)."""
+        self.set_device(node_id, copies.dev)
+        self.set_host(node_id, copies.host)
+
     def backed_up(self, node_id: int, pages: int) -> None:
         """The host rows are copied from the device rows: the same identity."""
         self.set_host(node_id, self.of(node_id).dev or Copy.unknown(pages))
@@ -281,7 +286,9 @@ class Row:
         """A checkpoint: the row now reads the tree's pages [0, base), the last of which is `tail`.
 
         Ids of the row's own pages below `base` are dropped: the tree holds those it adopted, the
-        others (deduplicated pages) die. Later pages keep the parents that they were minted with.
+        others (deduplicated pages) die. Pages after it that were launched before the checkpoint read
+        the row as it was: where their parent is not `tail` they get fresh identities that hang on it,
+        and their truth dies (healing.py, H1).
         """
         if base < self.base:
             raise LineageError(f"row went back from page {self.base} to {base}")
@@ -290,6 +297,11 @@ class Row:
         del self.parents[: len(gone)]
         self.tail = tail
         self.base = base
+        if self.ids and self.parents[0] != tail and tail != UNKNOWN:
+            gone += self.ids
+            self.ids = [self._lineages.mint() for _ in self.ids]
+            self.parents = [tail, *self.ids[:-1]]
+            self._lineages.hold(self.ids)
         self._lineages.release(gone)
 
     def close(self) -> None:

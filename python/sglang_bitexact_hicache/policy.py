@@ -1,19 +1,66 @@
-"""Which boundaries of a prefill are worth a host slot: policy, apart from mechanism.
+"""Which boundaries are worth a host slot, and which slot goes first: policy, apart from mechanism.
 
-Two kinds of boundary are kept in this part:
+Five kinds of reuse point (`Kind`):
 
 * the grid: every `stride`-th page, the memory knob `--hicache-swa-offload-page-stride`;
 * the two prompt points, whatever the stride: the last whole page of the prompt, and the page before
   the last token. A repeat of a prompt of exactly N pages can hit at most N - 1 pages, because at
-  least one token must be computed; a longer prompt that shares it can hit N.
+  least one token must be computed; a longer prompt that shares it can hit N;
+* decode: the newest two pages that a running request completed by decoding. Two, because under the
+  overlap schedule (or with a stop string) the newest may belong to a step that is thrown away;
+* junctions: the deepest page up to which a prompt followed a cached path whose truth was missing
+  there. What one prompt left, others will leave too: a shared system prompt, a document;
+* fill: any other page of a prefill, but only into slots that nothing better has a use for. The slots
+  are the memory that the stride bought; an empty one helps nobody.
 
-Pure Python. Scheduler thread; a function of token counts only, so all ranks agree.
+Pure Python. Scheduler thread; functions of token counts only, so all ranks agree.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
+from enum import Enum, IntEnum
+from typing import NamedTuple
+
 from sglang_bitexact_hicache.constants import PAGE_SIZE
 from sglang_bitexact_hicache.geometry import boundaries
+
+
+class Kind(Enum):
+    """Why a boundary is captured; the values are what the command line takes."""
+
+    GRID = "grid"
+    PROMPT = "prompt"
+    DECODE = "decode"
+    JUNCTION = "junction"
+    FILL = "fill"
+
+
+ALL_KINDS = frozenset(Kind)
+DEFAULT_KINDS = ALL_KINDS
+
+NEWEST_DECODE = 2
+"""Decode boundaries of a running request that are kept even off the grid."""
+
+
+class Keep(IntEnum):
+    """How dearly a slot is held: the lowest class present gives up its least recently used first."""
+
+    FILL = 0
+    """Captured because there was room; nobody has used it."""
+    GRID = 1
+    """On the grid; nobody has used it."""
+    POINT = 2
+    """A prompt point, a junction, a decode page, or anything that a hit has used."""
+    LIVE = 3
+    """One of the newest decode pages of a request that still runs."""
+
+
+class ReusePoint(NamedTuple):
+    """A boundary (tokens) to capture, and how dearly its slot is held."""
+
+    boundary: int
+    keep: Keep
 
 
 def prompt_points(prompt_len: int) -> frozenset[int]:
@@ -22,13 +69,51 @@ def prompt_points(prompt_len: int) -> frozenset[int]:
     return frozenset(p for p in points if p > 0)
 
 
-def prefill_boundaries(start: int, end: int, prompt_len: int, stride: int) -> list[int]:
+def prefill_points(
+    start: int,
+    end: int,
+    prompt_len: int,
+    stride: int,
+    *,
+    junction: int = 0,
+    kinds: Container[Kind] = DEFAULT_KINDS,
+) -> list[ReusePoint]:
     """Boundaries to capture of a chunk [start, end) of a prompt of `prompt_len` tokens, ascending.
 
-    `stride` is in pages and at least 1 (refused at startup otherwise).
+    Args:
+        stride: of the grid, in pages and at least 1 (refused at startup otherwise).
+        junction: the request's junction in tokens, 0 for none.
+        kinds: the kinds of reuse point that are switched on.
     """
     if stride < 1:
         raise ValueError(f"stride must be at least 1 page, got {stride}")
-    points = prompt_points(prompt_len)
-    grid = stride * PAGE_SIZE
-    return [p for p in boundaries(start, end) if p % grid == 0 or p in points]
+    wanted: set[int] = set()
+    if Kind.PROMPT in kinds:
+        wanted |= prompt_points(prompt_len)
+    if Kind.JUNCTION in kinds:
+        wanted.add(junction)
+    points = []
+    for boundary in boundaries(start, end):
+        if boundary in wanted:
+            points.append(ReusePoint(boundary, Keep.POINT))
+        elif Kind.GRID in kinds and on_grid(boundary, stride):
+            points.append(ReusePoint(boundary, Keep.GRID))
+        elif Kind.FILL in kinds:
+            points.append(ReusePoint(boundary, Keep.FILL))
+    return points
+
+
+def on_grid(boundary: int, stride: int) -> bool:
+    """Whether a boundary (tokens) is one of every `stride` pages."""
+    return boundary % (stride * PAGE_SIZE) == 0
+
+
+def most_wanted(points: list[ReusePoint], room: int) -> list[ReusePoint]:
+    """The `room` points that are held most dearly, deepest first among equals; ascending again.
+
+    Deepest, because of two truths on one path the deeper one saves more.
+    """
+    if len(points) <= room:
+        return points
+    dearest = sorted(points, key=lambda p: (p.keep, p.boundary), reverse=True)[: max(room, 0)]
+    return sorted(dearest)

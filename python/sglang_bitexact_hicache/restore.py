@@ -53,6 +53,7 @@ class RestorePipeline(RecordPipeline):
             for pool in POOLS
         ]
         restore.copied = self._lane.submit(copies, after)
+        self._counters.bytes_restored += sum(source.nbytes for _, source in copies)
         restore.staging = slot
         return True
 

@@ -2,9 +2,10 @@
 
     admit      (AFTER ScheduleBatch.prepare_for_extend)    lock the truth of each hit, start its copy in
     forward    (AROUND TpModelWorker.forward_batch_generation)
-               before: scatter the restores; plan what this forward captures
-               during: gather, once a layer (forward_hooks.py)
-               after:  copy out, publish the truth with the lineage of its page
+               before: scatter the restores; plan what this forward captures (planner.py)
+               during: of an extend, gather once a layer (forward_hooks.py)
+               after:  of a decode step that completes a page, gather from the rings; copy out,
+                       publish the truth with the lineage of its page
     forget     (BxCache.on_release)                        a request gave its row back
     flush      (BxCache._reset_full)                       everything is forgotten
 
@@ -15,10 +16,11 @@ ranks. Whether bytes have landed decides nothing: their readers wait on events (
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -31,7 +33,8 @@ from sglang_bitexact_hicache.gather import Source
 from sglang_bitexact_hicache.host_pool import TruthHostPools
 from sglang_bitexact_hicache.metrics import Counters
 from sglang_bitexact_hicache.options import Options
-from sglang_bitexact_hicache.policy import prefill_boundaries
+from sglang_bitexact_hicache.planner import CapturePlanner, Wanted
+from sglang_bitexact_hicache.policy import DEFAULT_KINDS, Keep, Kind
 from sglang_bitexact_hicache.restore import Restore, RestorePipeline
 from sglang_bitexact_hicache.transfer import Event, open_lane
 from sglang_bitexact_hicache.truth import TruthStore
@@ -45,13 +48,11 @@ RESTORE_STAGING = 8
 """Records of device staging for restores: a batch with more hits is restored in waves."""
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """One boundary that a forward captures: its source rows, its page's lineage, its host slot."""
+class _Capture(NamedTuple):
+    """One boundary that a forward captures: where its rows are, and what the planner gave it."""
 
     source: Source
-    lineage: int
-    slot: int
+    wanted: Wanted
 
 
 @dataclass
@@ -69,6 +70,8 @@ class TruthRuntime:
         view: the device rings.
         pools: host records; as many slots as the store has.
         stride: grid stride in pages.
+        kinds: the kinds of reuse point that are switched on.
+        row_limit: the most slots that one request may hold before a tree node owns them.
         chunk_tokens: the most tokens that one extend forward computes.
         debug: verify every restore on the device (SGLANG_SWA_DBG_CHECKSUM).
         pin: whether host memory is pinned on this platform.
@@ -81,6 +84,8 @@ class TruthRuntime:
         pools: TruthHostPools,
         *,
         stride: int,
+        kinds: Container[Kind] = DEFAULT_KINDS,
+        row_limit: int | None = None,
         chunk_tokens: int,
         debug: bool,
         pin: bool,
@@ -90,7 +95,9 @@ class TruthRuntime:
         self.view = view
         self.pools = pools
         self.counters = Counters()
-        self._stride = stride
+        self.planner = CapturePlanner(
+            cache, stride=stride, kinds=kinds, row_limit=row_limit, counters=self.counters
+        )
         chunk_pages = max(1, -(-chunk_tokens // PAGE_SIZE))
         self._out_lane = open_lane(view.device, "capture")
         self._in_lane = open_lane(view.device, "restore")
@@ -111,6 +118,8 @@ class TruthRuntime:
         # Per host slot, the last copy that wrote it and the last that read it.
         self._written: dict[int, Event] = {}
         self._read: dict[int, Event] = {}
+        # Per request row, the last gather that read its rings.
+        self._row_read: dict[int, Event] = {}
 
     @classmethod
     def build(cls, cache: BxCache, server_args: Any, options: Options) -> TruthRuntime:
@@ -181,12 +190,20 @@ class TruthRuntime:
             self._restore.stage(restore)
 
     def forget(self, req: Any) -> None:
-        """The request gave its row back (finish, abort, retract): drop a restore not yet consumed."""
+        """The request gave its row back (finish, abort, retract): drop a restore not yet consumed.
+
+        A step that captures its rings may still be queued on the forward stream, and the row's next
+        owner clears its state rows on the schedule stream, which is the current one here: it waits.
+        """
+        self.planner.forget(req)
         restore = self._pending.pop(req, None)
         if restore is not None:
             self._restore.drop(restore)
             self._unlock(restore)
             self.counters.restore_dropped += 1
+        reading = self._row_read.pop(req.kv.req_pool_idx, None)
+        if reading is not None:
+            reading.wait()
 
     # ---- forward
 
@@ -198,22 +215,23 @@ class TruthRuntime:
         """
         self._apply_restores(batch)
         if not batch.forward_mode.is_extend():
-            self._mint_decode(batch)
+            yield None
+            if batch.forward_mode.is_decode():
+                self._capture_decoded(batch)
+            return
+        captures = self._plan_extend(batch)
+        if not captures:
             yield None
             return
-        wanted = self._plan_capture(batch)
-        if not wanted:
-            yield None
-            return
-        plan = self._capture.begin([w.source for w in wanted])
+        plan = self._capture.begin([c.source for c in captures])
         try:
             yield ActiveForward(plan)
         except BaseException:
             self._capture.abandon(plan)
-            for w in wanted:
-                self.store.discard(w.slot)
+            for capture in captures:
+                self.planner.discard(capture.wanted)
             raise
-        self._finish_capture(plan, wanted)
+        self._finish_capture(plan, captures)
 
     def gather_window(
         self, active: ActiveForward, layer: int, chunk: torch.Tensor, metadata: Any
@@ -253,65 +271,74 @@ class TruthRuntime:
             self._read[restore.host_slot] = restore.copied
         self.store.unlock(restore.host_slot)
 
-    def _mint_decode(self, batch: Any) -> None:
-        """Pages that a decode step completes get their identity when it is launched."""
-        if not batch.forward_mode.is_decode():
-            return
-        for i in (batch.seq_lens_cpu % PAGE_SIZE == 0).nonzero().flatten().tolist():
-            self.cache.row_launched(batch.reqs[i], int(batch.seq_lens_cpu[i]) // PAGE_SIZE)
-
-    def _plan_capture(self, batch: Any) -> list[_Wanted]:
-        """Mint the pages that this forward completes and choose what to capture of them."""
+    def _plan_extend(self, batch: Any) -> list[_Capture]:
+        """What an extend forward captures, before it runs."""
         # Rows of a mixed batch that decode: their lengths on the Req are stale, so lengths come
-        # from the batch; their window begins before the chunk and is the next part's.
+        # from the batch; their window begins before the chunk, in the ring.
         decoding = {id(req) for req in batch.decoding_reqs or ()}
         room = self._capture.staging.free
-        wanted: list[_Wanted] = []
-        row = 0
+        captures: list[_Capture] = []
+        flat = 0
         for req, start, count in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
-            self.cache.row_launched(req, (start + count) // PAGE_SIZE)
-            if id(req) not in decoding and not req.skip_radix_cache_insert:
-                prompt_len = len(req.full_untruncated_fill_ids)
-                for boundary in prefill_boundaries(start, start + count, prompt_len, self._stride):
-                    if len(wanted) == room:
-                        self.counters.capture_over_staging += 1
-                        continue
-                    slot = self.store.reserve()
-                    if slot is None:
-                        self.counters.capture_no_slot += 1
-                        self._warn_of_full_pool()
-                        continue
-                    source = Source(req.kv.req_pool_idx, start, row, boundary)
-                    lineage = self.cache.row_lineage(req, boundary // PAGE_SIZE)
-                    wanted.append(_Wanted(source, lineage, slot))
-            row += count
-        return wanted
-
-    def _warn_of_full_pool(self) -> None:
-        """One line at the first, second, fourth, ... boundary that found no slot."""
-        count = self.counters.capture_no_slot
-        if count & (count - 1) == 0:
-            logger.warning(
-                "bit-exact HiCache: %d boundaries not captured, all %d host slots were locked or "
-                "reserved; these prefixes will be computed again. Raise "
-                "--hicache-swa-offload-tail-slots or --hicache-ratio.",
-                count,
-                self.store.capacity,
-            )
-
-    def _finish_capture(self, plan: CapturePlan, wanted: Sequence[_Wanted]) -> None:
-        readers = dict.fromkeys(
-            event for w in wanted if (event := self._read.pop(w.slot, None)) is not None
-        )
-        event = self._capture.finish(plan, [w.slot for w in wanted], list(readers))
-        if self._checks is not None:
-            self._checks.bind_sources(plan, [w.slot for w in wanted])
-        for w in wanted:
-            self._written[w.slot] = event
-            if self.store.publish(w.lineage, w.slot):
-                self.counters.captured += 1
+            if id(req) in decoding:
+                wanted = self._plan_decoded(req, start + count, room - len(captures))
             else:
-                self.counters.capture_unpublished += 1
+                prompt_len = len(req.full_untruncated_fill_ids)
+                room_left = room - len(captures)
+                wanted = self.planner.prefill(req, start, start + count, prompt_len, room_left)
+            row = req.kv.req_pool_idx
+            captures += (_Capture(Source(row, start, flat, w.boundary), w) for w in wanted)
+            flat += count
+        return captures
+
+    def _plan_decoded(self, req: Any, end: int, room: int) -> list[Wanted]:
+        if end % PAGE_SIZE:
+            return []
+        wanted = self.planner.decode(req, end)
+        if wanted is None:
+            return []
+        if room < 1:
+            self.counters.capture_over_staging += 1
+            self.planner.discard(wanted)
+            return []
+        return [wanted]
+
+    def _capture_decoded(self, batch: Any) -> None:
+        """Capture the pages that a decode step completed, from the rings, after its forward.
+
+        On every other step this is one comparison of host integers. More boundaries than staging go
+        in waves, of which the later ones wait, on the forward stream, for the copies of the earlier.
+        """
+        full = (batch.seq_lens_cpu % PAGE_SIZE == 0).nonzero().flatten().tolist()
+        captures = []
+        for i in full:
+            req, end = batch.reqs[i], int(batch.seq_lens_cpu[i])
+            wanted = self.planner.decode(req, end)
+            if wanted is not None:
+                captures.append(_Capture(Source(req.kv.req_pool_idx, end, 0, end), wanted))
+        remaining = iter(captures)
+        while wave := list(islice(remaining, self._capture.staging.slots)):
+            plan = self._capture.begin([c.source for c in wave])
+            self._capture.gather_rings(plan)
+            if self._checks is not None:
+                self._checks.note_rings(plan)
+            self._finish_capture(plan, wave)
+
+    def _finish_capture(self, plan: CapturePlan, captures: Sequence[_Capture]) -> None:
+        slots = [c.wanted.slot for c in captures]
+        readers = dict.fromkeys(
+            event for slot in slots if (event := self._read.pop(slot, None)) is not None
+        )
+        gathered = self._out_lane.mark()
+        event = self._capture.finish(plan, slots, list(readers))
+        if self._checks is not None:
+            self._checks.bind_sources(plan, slots)
+        for source, wanted in captures:
+            self._written[wanted.slot] = event
+            if source.reads_ring:
+                self._row_read[source.slot] = gathered
+            if self.planner.publish(wanted) and wanted.keep is Keep.LIVE:
+                self.counters.decode_captured += 1
 
     # ---- lifetime
 
@@ -327,6 +354,8 @@ class TruthRuntime:
         self.drain()
         self._written.clear()
         self._read.clear()
+        self._row_read.clear()
+        self.planner.flush()
         if self._checks is not None:
             self._checks.clear()
 

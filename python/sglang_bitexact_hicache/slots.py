@@ -15,7 +15,8 @@ Invariants (tests cite them):
 
 S1. Every slot is in exactly one state; FREE slots have no lock and no owner.
 S2. A locked slot is never handed out by `take`.
-S3. `victim` names the least recently used OWNED slot that is not locked.
+S3. `victim` names the least recently used OWNED slot that is not locked, of the lowest class that has
+    one (policy.Keep).
 
 Pure Python. Scheduler thread only.
 """
@@ -24,6 +25,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from enum import Enum
+
+from sglang_bitexact_hicache.policy import Keep
 
 
 class SlotError(RuntimeError):
@@ -40,11 +43,12 @@ class SlotState(Enum):
 
 
 class _Slot:
-    __slots__ = ("locks", "owner", "state")
+    __slots__ = ("keep", "locks", "owner", "state")
 
     def __init__(self) -> None:
         self.state = SlotState.FREE
         self.owner: int | None = None
+        self.keep = Keep.FILL
         self.locks = 0
 
 
@@ -57,8 +61,8 @@ class SlotTable:
         self.capacity = capacity
         self._slots = [_Slot() for _ in range(capacity)]
         self._free: deque[int] = deque(range(capacity))
-        # Slots in state OWNED, least recently used first.
-        self._recency: OrderedDict[int, None] = OrderedDict()
+        # Slots in state OWNED by class, least recently used first.
+        self._recency: dict[Keep, OrderedDict[int, None]] = {k: OrderedDict() for k in Keep}
 
     # ---- ownership
 
@@ -71,29 +75,47 @@ class SlotTable:
         slot.state = SlotState.RESERVED
         return index
 
-    def own(self, index: int, owner: int) -> None:
-        """RESERVED to OWNED by `owner`; the slot becomes the most recently used."""
+    def own(self, index: int, owner: int, keep: Keep = Keep.POINT) -> None:
+        """RESERVED to OWNED by `owner`; the slot becomes the most recently used of its class."""
         slot = self._expect(index, SlotState.RESERVED)
         slot.state = SlotState.OWNED
         slot.owner = owner
-        self._recency[index] = None
+        slot.keep = keep
+        self._recency[keep][index] = None
+
+    def hand_over(self, index: int, owner: int) -> None:
+        """An OWNED slot has another owner from now on. Class and recency do not change."""
+        self._expect(index, SlotState.OWNED).owner = owner
+
+    def reclass(self, index: int, keep: Keep) -> None:
+        """An OWNED slot is of this class from now on, and the most recently used of it."""
+        slot = self._expect(index, SlotState.OWNED)
+        del self._recency[slot.keep][index]
+        slot.keep = keep
+        self._recency[keep][index] = None
 
     def retire(self, index: int) -> None:
         """End the life of a RESERVED or OWNED slot: FREE now, or DEAD while it is locked."""
         slot = self._expect(index, SlotState.RESERVED, SlotState.OWNED)
-        self._recency.pop(index, None)
+        self._recency[slot.keep].pop(index, None)
         slot.owner = None
         slot.state = SlotState.DEAD
         self._free_if_unlocked(index)
 
-    def victim(self) -> int | None:
-        """The least recently used OWNED slot that is not locked; None if none."""
-        return next((index for index in self._recency if not self._slots[index].locks), None)
+    def victim(self, dearest: Keep = Keep.LIVE) -> int | None:
+        """The OWNED slot to give up next, of class `dearest` at most; None if all are locked."""
+        for keep in Keep:
+            if keep > dearest:
+                break
+            for index in self._recency[keep]:
+                if not self._slots[index].locks:
+                    return index
+        return None
 
     def touch(self, index: int) -> None:
-        """Make an OWNED slot the most recently used."""
-        self._expect(index, SlotState.OWNED)
-        self._recency.move_to_end(index)
+        """Something used an OWNED slot: the most recently used, and a POINT if it was less."""
+        keep = self._expect(index, SlotState.OWNED).keep
+        self.reclass(index, max(keep, Keep.POINT))
 
     def clear(self) -> None:
         """Retire every RESERVED and OWNED slot (a flush)."""
@@ -125,6 +147,10 @@ class SlotTable:
         """The owner of an OWNED slot, else None."""
         return self._slots[index].owner
 
+    def keep(self, index: int) -> Keep:
+        """The class of an OWNED slot."""
+        return self._expect(index, SlotState.OWNED).keep
+
     def is_locked(self, index: int) -> bool:
         """Whether a reader holds the slot's bytes."""
         return self._slots[index].locks > 0
@@ -134,18 +160,18 @@ class SlotTable:
         if state is SlotState.FREE:
             return len(self._free)
         if state is SlotState.OWNED:
-            return len(self._recency)
+            return sum(len(slots) for slots in self._recency.values())
         return sum(slot.state is state for slot in self._slots)
 
     def least_recent_first(self) -> list[int]:
         """The OWNED slots in the order in which `victim` considers them."""
-        return list(self._recency)
+        return [index for keep in Keep for index in self._recency[keep]]
 
     def check_integrity(self) -> None:
         """Raise SlotError where the table contradicts itself. O(capacity), for tests."""
         if len(set(self._free)) != len(self._free):
             raise SlotError("a slot is twice in the free list")
-        free, recent = set(self._free), set(self._recency)
+        free, recent = set(self._free), set(self.least_recent_first())
         for index, slot in enumerate(self._slots):
             if (slot.state is SlotState.FREE) != (index in free):
                 raise SlotError(f"slot {index} is {slot.state} but free list says {index in free}")

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from sglang.srt.mem_cache.base_prefix_cache import InsertResult, MatchResult
@@ -42,6 +42,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from sglang_bitexact_hicache.gate import GateCounters, Walk, chain_end
+from sglang_bitexact_hicache.healing import rehang
 from sglang_bitexact_hicache.lineage import (
     ROOT,
     UNKNOWN,
@@ -69,6 +70,15 @@ FULL = ComponentType.FULL
 SWA = ComponentType.SWA
 TREE_CORE_NAME = "bitexact_hicache"
 """Name of `BxTreeCore` in SGLang's tree core registry."""
+
+
+class Junction(NamedTuple):
+    """Where a prompt stops following a cached path, with no truth there (policy.py)."""
+
+    tokens: int
+    """The deepest whole page of the path, as a length in tokens."""
+    node: int
+    """The tree node that ends there."""
 
 
 class BxFull(FullComponent):
@@ -298,6 +308,10 @@ class BxCache(UnifiedRadixCache):
         self._insert_of: tuple[InsertParams, Row] | None = None
         # Only reported, never decided on, so it may end with the request object.
         self._loaded_tokens: WeakKeyDictionary[Req, int] = WeakKeyDictionary()
+        # Every match of a request that waits writes its entry anew; the entry is read while the
+        # request lives, so when a dead one's goes decides nothing.
+        self._junctions: WeakKeyDictionary[Req, Junction] = WeakKeyDictionary()
+        self._healers: dict[int, Req] = {}
         self._use_store(TruthStore(0))
         _register_tree_core()
         super().__init__(
@@ -327,6 +341,27 @@ class BxCache(UnifiedRadixCache):
         """
         base = req.prefix_len // self._page_size
         self.rows.open(req, self._tail(req.last_node, base), base)
+        junction = self.junction(req)
+        if junction is not None and req.extend_end <= junction.tokens:
+            self._healers.setdefault(junction.node, req)
+
+    def junction(self, req: Req) -> Junction | None:
+        """Where the request follows cached pages that it has to compute again, and will leave them.
+
+        From its last match; None once its row has passed the junction, or where all that the cache
+        holds of the prompt could be reused.
+        """
+        found = self._junctions.get(req)
+        if found is None:
+            return None
+        row = self.rows.get(req)
+        reached = req.prefix_len if row is None else row.base * self._page_size
+        return found if found.tokens > reached else None
+
+    def healer(self, junction: Junction) -> Req | None:
+        """The running request that is on its way to this junction with a chunk that will end there,
+        so that whoever waits for its checkpoint need not compute the same pages."""
+        return self._healers.get(junction.node)
 
     def row_launched(self, req: Req, pages: int) -> None:
         """The forward that completes the row's first `pages` pages is launched. Idempotent."""
@@ -342,6 +377,11 @@ class BxCache(UnifiedRadixCache):
         """
         row = self.rows.get(req)
         return UNKNOWN if row is None else row.id_of(pages)
+
+    def row_truths(self, req: Req) -> int:
+        """Slots held for pages of the request that no tree node has yet."""
+        row = self.rows.get(req)
+        return 0 if row is None else sum(lineage in self.store for lineage in row.ids)
 
     def row_dropped(self, req: Req) -> None:
         """The request lost its row (finish, abort, retraction). Idempotent.
@@ -402,6 +442,20 @@ class BxCache(UnifiedRadixCache):
 
     # ---- overrides
 
+    def checkpoint_into_tree(self, req: Req, *, up_to: int, **options: Any) -> None:
+        """Before a checkpoint on the way to a junction: what the path has in host memory only is
+        loaded back, so that the request joins it.
+
+        Otherwise stock gives those nodes the request's rows over host copies of another computation,
+        and whatever hangs on the one is lost when the other is used. The request's next forward is a
+        prefill chunk (a junction lies before the prompt's end), and SGLang starts queued loads when it
+        forms that batch, which waits for them.
+        """
+        junction = self.junction(req)
+        if junction is not None and up_to <= junction.tokens and not req.finished():
+            self._load_path_back(junction, up_to)
+        super().checkpoint_into_tree(req, up_to=up_to, **options)
+
     def swa_reprefill_tail_tokens(self, req: Req | None = None) -> int:
         """0: the window is restored, so no tail of a hit has to be computed again."""
         return 0
@@ -428,6 +482,8 @@ class BxCache(UnifiedRadixCache):
         super().on_release(req, checkpointed=checkpointed)
         self.row_dropped(req)
         self._loaded_tokens.pop(req, None)
+        self._junctions.pop(req, None)
+        self._no_longer_healing(req)
         if self.truth_runtime is not None:
             self.truth_runtime.forget(req)
 
@@ -456,12 +512,16 @@ class BxCache(UnifiedRadixCache):
         result = super()._match_tree(params)
         self.gate_counters.matches += 1
         if result.last_visited_node_id is None:
+            if params.req is not None:
+                self._junctions.pop(params.req, None)
             return result
         device = self._walks[True]
         # Without HiCache stock builds the device set only.
         host = self._walks.get(False, device)
         device_best, host_best = device.best, host.best
         device_goal, host_goal = device.deepest(), host.deepest()
+        if params.req is not None:
+            self._note_junction(params.req, result, max(device_goal, host_goal))
         cut_for_device = device_best < device_goal < host_goal
         if cut_for_device:
             self.gate_counters.device_walks += 1
@@ -483,6 +543,8 @@ class BxCache(UnifiedRadixCache):
         self.copies.clear()
         self.rows.clear()
         self._loaded_tokens.clear()
+        self._junctions.clear()
+        self._healers.clear()
         self.store.reset()
 
     # ---- called by the components
@@ -504,16 +566,29 @@ class BxCache(UnifiedRadixCache):
             self._insert_of = (insert_params, row)
 
     def insert_settled(self, req: Req, *, inserted: bool, finished: bool) -> None:
-        """The insert is over; stock has moved the request's row and lock onto the tree's pages."""
+        """The insert is over; stock has moved the request's row and lock onto the tree's pages.
+
+        Mends the path that the request's row reads now, and gives the truth of its last page to the
+        page that the tree kept (healing.py has the argument).
+        """
         self._insert_of = None
         row = self.rows.get(req)
         if row is None:
             return
+        if inserted:
+            self._rehang(req.last_node)
+            end = req.kv.cache_protected_len
+            base = end // self._page_size
+            tail = self._tail(req.last_node, base)
+            own = row.id_of(base)
+            # Allocated is what a launched step may have computed: beyond `end` it read own pages.
+            if own != tail and not finished and req.kv.kv_allocated_len == end:
+                self.gate_counters.healed += self.store.move(own, tail)
+            row.rebase(tail, base)
+            if self.junction(req) is None:
+                self._no_longer_healing(req)
         if finished:
             self.rows.drop(req)
-        elif inserted:
-            base = req.kv.cache_protected_len // self._page_size
-            row.rebase(self._tail(req.last_node, base), base)
 
     def device_rows_from_insert(
         self, node: UnifiedTreeNode, params: InsertParams, start: int
@@ -526,9 +601,47 @@ class BxCache(UnifiedRadixCache):
         else:
             copy = Copy.unknown(pages)
         self.gate_counters.unknown_pages += copy.ids.count(UNKNOWN)
+        self.gate_counters.bound += sum(lineage in self.store for lineage in copy.ids)
         self.copies.set_device(node.id, copy)
 
     # ---- internals
+
+    def _rehang(self, node_id: int) -> None:
+        path = self._path(node_id)
+        if chain_end(self.copies.of(node.id).dev for node in path) is not None:
+            return
+        copies = [self.copies.of(node.id) for node in path]
+        for position, mended, pages in rehang(copies, self.store.lineages.mint):
+            self.copies.relabel(path[position].id, mended)
+            self.gate_counters.rehung_pages += pages
+
+    def _load_path_back(self, junction: Junction, up_to: int) -> None:
+        try:
+            node = self.tree_core.node_by_id(junction.node)
+        except KeyError:
+            return  # evicted since the match: the request's own pages take its place
+        start = junction.tokens - len(node.key)
+        while node.parent is not None and start >= up_to:
+            node = node.parent
+            start -= len(node.key)
+        if node.parent is None or not node.evicted:
+            return
+        path = self._path(node.id)
+        if chain_end(self._copy_to_use(step) for step in path) is None:
+            return
+        pages = sum(self.pages_of(step) for step in path if step.evicted)
+        if self.load_back(node.id):
+            self.gate_counters.loaded_for_healing += pages
+
+    def _note_junction(self, req: Req, result: MatchResult, best_pages: int) -> None:
+        if result.full_kv_hit_length > best_pages * self._page_size:
+            self._junctions[req] = Junction(result.full_kv_hit_length, result.last_visited_node_id)
+        else:
+            self._junctions.pop(req, None)
+
+    def _no_longer_healing(self, req: Req) -> None:
+        for node in [node for node, healer in self._healers.items() if healer is req]:
+            del self._healers[node]
 
     def _use_store(self, store: TruthStore) -> None:
         self.store = store

@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_bitexact_hicache.lineage import Lineages
+from sglang_bitexact_hicache.policy import Keep
 from sglang_bitexact_hicache.slots import SlotError, SlotState, SlotTable
 
 
@@ -33,6 +34,10 @@ class TruthCounters:
     """Truths that became visible to the gate."""
     evicted: int = 0
     """Truths given up for a new capture because no slot was free."""
+    superseded: int = 0
+    """Truths given up by their own request: decode pages off the grid that newer ones replaced."""
+    moved: int = 0
+    """Truths that a checkpoint moved to the page that the tree kept (healing)."""
     died_with_lineage: int = 0
     """Truths freed because the last copy of their page went away."""
     publish_refused: int = 0
@@ -55,25 +60,26 @@ class TruthStore:
         """Slots in all."""
         return self.slots.capacity
 
-    def reserve(self) -> int | None:
+    def reserve(self, keep: Keep = Keep.POINT) -> int | None:
         """A slot for a capture, RESERVED for the caller, who must `publish` or `discard` it.
 
-        When no slot is free, the least recently used truth that nothing uses is evicted. None (and
-        a counter) when every slot is reserved or locked.
+        When no slot is free, a truth is evicted: of the lowest class (policy.Keep) that has one, the
+        least recently used that nothing locks. FILL takes the place of FILL only. None (and a counter)
+        where there is nothing to evict; for FILL that is the ordinary case and not counted.
         """
         slot = self.slots.take()
         if slot is not None:
             return slot
-        victim = self.slots.victim()
+        victim = self.slots.victim(Keep.FILL if keep is Keep.FILL else Keep.LIVE)
         if victim is None:
-            self.counters.reserve_failed += 1
+            self.counters.reserve_failed += keep is not Keep.FILL
             return None
         del self._slot_of[self.slots.owner(victim)]
         self.slots.retire(victim)
         self.counters.evicted += 1
         return self.slots.take()
 
-    def publish(self, lineage: int, slot: int) -> bool:
+    def publish(self, lineage: int, slot: int, keep: Keep = Keep.POINT) -> bool:
         """RESERVED to OWNED: the page with this lineage has truth from now on.
 
         False, and the slot is freed, when nothing refers to the lineage
@@ -83,7 +89,7 @@ class TruthStore:
             self.discard(slot)
             self.counters.publish_refused += 1
             return False
-        self.slots.own(slot, lineage)
+        self.slots.own(slot, lineage, keep)
         self._slot_of[lineage] = slot
         self.counters.published += 1
         return True
@@ -93,6 +99,31 @@ class TruthStore:
         if self.slots.state(slot) is not SlotState.RESERVED:
             raise SlotError(f"slot {slot} is {self.slots.state(slot).value}, not reserved")
         self.slots.retire(slot)
+
+    def move(self, old: int, new: int) -> bool:
+        """The truth of one page becomes the truth of another, of which it is as true (healing.py).
+
+        False, and nothing changes, where `old` has none, or `new` has one already or is dead.
+        """
+        if old not in self._slot_of or new in self._slot_of or not self.lineages.alive(new):
+            return False
+        slot = self._slot_of[new] = self._slot_of.pop(old)
+        self.slots.hand_over(slot, new)
+        self.counters.moved += 1
+        return True
+
+    def supersede(self, lineage: int) -> None:
+        """Give up a page's truth, if it has one; its readers keep their locked slot."""
+        slot = self._slot_of.pop(lineage, None)
+        if slot is not None:
+            self.slots.retire(slot)
+            self.counters.superseded += 1
+
+    def reclass(self, lineage: int, keep: Keep) -> None:
+        """Hold a page's truth, if it has one, as dearly as `keep` from now on."""
+        slot = self._slot_of.get(lineage)
+        if slot is not None:
+            self.slots.reclass(slot, keep)
 
     def lookup(self, lineage: int) -> int | None:
         """The slot with the lineage's truth, or None. Not a use: recency does not change."""

@@ -104,9 +104,10 @@ def test_row_mints_at_launch_and_remembers_what_it_read():
     assert taken.ids == (UNKNOWN, third, fourth, UNKNOWN)
     # In flight: the fifth page is launched before the checkpoint gives the row other pages.
     row.upto(5)
+    fifth = row.id_of(5)
     row.rebase(tail=99, base=4)
-    assert row.parents == [fourth], "it read the fourth page of its own, not the tree's"
-    assert not lineages.alive(third) and not lineages.alive(fourth)
+    assert row.parents == [99] and row.id_of(5) != fifth, "it read its own fourth page"
+    assert not any(lineages.alive(lineage) for lineage in (third, fourth, fifth))
     row.upto(6)
     row.rebase(tail=row.id_of(6), base=6)
     row.upto(7)
@@ -381,15 +382,32 @@ def partly_deduplicated(driver, truth_at=lambda _pages: True):
 def test_e_one_insert_partly_deduplicated_and_partly_adopted(drive):
     driver = drive()
     first, mixed, continued, again = partly_deduplicated(driver)
-    assert first == 2, "B's pages 3 and 4 were computed over B's own first two"
+    assert first == 4, "B went on from A, A, B, B with the window of its fourth page"
     assert continued[:4] == mixed, "C's rows are the tree's: A, A, B, B"
-    assert again == 2, "nor can anything built on the broken chain be reused"
+    assert again == 6, "what is built on the mended chain is reused"
 
 
-def test_e_control_truth_without_chain(drive, monkeypatch):
-    break_chain(monkeypatch)
+def test_e_the_page_inside_the_insert_is_nobodys_state(drive):
+    driver = drive()
+    first, *_ = partly_deduplicated(driver, lambda pages: pages == 3)
+    assert first == 2, "B's third page was computed over B's own first two, and B never stood there"
+
+
+def test_e_control_pages_hung_on_a_path_they_did_not_read(drive, monkeypatch):
+    hang_without_fresh_ids(monkeypatch)
     with pytest.raises(Violation):
-        partly_deduplicated(drive(check_leaks=False))
+        partly_deduplicated(drive(check_leaks=False), lambda pages: pages == 3)
+
+
+def hang_without_fresh_ids(monkeypatch):
+    """Healing that gives broken pages new parents but lets them keep their identity and truth."""
+    from sglang_bitexact_hicache import healing
+    from sglang_bitexact_hicache.lineage import Copy
+
+    def same_ids(copy, kept, previous, mint):
+        return Copy(copy.ids, (previous, *copy.ids[:-1]))
+
+    monkeypatch.setattr(healing, "_chained", same_ids)
 
 
 def demoted_between_match_and_load_back(driver):

@@ -18,7 +18,7 @@ from sglang_bitexact_hicache.layout import (
     WINDOW_POOL,
     RecordLayout,
 )
-from sglang_bitexact_hicache.policy import prefill_boundaries, prompt_points
+from sglang_bitexact_hicache.policy import Keep, Kind, most_wanted, prefill_points, prompt_points
 
 ratios = st.lists(st.sampled_from([0, 4, 128]), min_size=1, max_size=61)
 
@@ -119,13 +119,43 @@ def test_only_page_boundaries_have_a_window(wrong):
         window_span(wrong)
 
 
-@given(st.integers(1, 40 * PAGE_SIZE), st.sampled_from([256, 512, 2560]), st.integers(1, 12))
-def test_every_grid_boundary_and_both_prompt_points_are_kept_once(prompt, chunk, stride):
+@given(
+    st.integers(1, 40 * PAGE_SIZE),
+    st.sampled_from([256, 512, 2560]),
+    st.integers(1, 12),
+    st.integers(0, 40),
+    st.sets(st.sampled_from(Kind)),
+)
+def test_every_boundary_is_kept_once_and_as_dearly_as_its_best_reason(
+    prompt, chunk, stride, junction, kinds
+):
+    junction *= PAGE_SIZE
     kept = []
     for start in range(0, prompt, chunk):
-        kept += prefill_boundaries(start, min(start + chunk, prompt), prompt, stride)
-    grid = set(range(stride * PAGE_SIZE, prompt + 1, stride * PAGE_SIZE))
-    assert kept == sorted(grid | prompt_points(prompt))
+        end = min(start + chunk, prompt)
+        kept += prefill_points(start, end, prompt, stride, junction=junction, kinds=kinds)
+    expected = {}
+    for boundary in range(PAGE_SIZE, prompt + 1, PAGE_SIZE):
+        if Kind.FILL in kinds:
+            expected[boundary] = Keep.FILL
+        if Kind.GRID in kinds and boundary % (stride * PAGE_SIZE) == 0:
+            expected[boundary] = Keep.GRID
+        if Kind.PROMPT in kinds and boundary in prompt_points(prompt):
+            expected[boundary] = Keep.POINT
+        if Kind.JUNCTION in kinds and boundary == junction:
+            expected[boundary] = Keep.POINT
+    assert kept == sorted(expected.items())
+
+
+@given(st.lists(st.sampled_from(Keep), max_size=12), st.integers(-1, 14))
+def test_what_does_not_fit_is_the_least_wanted_and_the_shallowest(keeps, room):
+    points = prefill_points(0, len(keeps) * PAGE_SIZE, 1, 1)
+    points = [p._replace(keep=keep) for p, keep in zip(points, keeps, strict=True)]
+    kept = most_wanted(points, room)
+    assert len(kept) == min(max(room, 0), len(points))
+    assert kept == sorted(kept)
+    left = set(points) - set(kept)
+    assert all((a.keep, a.boundary) < (b.keep, b.boundary) for a in left for b in kept)
 
 
 @pytest.mark.parametrize(
@@ -145,4 +175,4 @@ def test_a_repeat_and_a_longer_prompt_both_find_their_point(prompt, points):
 
 def test_a_stride_below_one_page_is_refused():
     with pytest.raises(ValueError, match="stride"):
-        prefill_boundaries(0, 512, 512, 0)
+        prefill_points(0, 512, 512, 0)

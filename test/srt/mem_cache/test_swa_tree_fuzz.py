@@ -27,7 +27,8 @@ from bitexact_fixtures import (
 )
 from tree_driver import TreeDriver, Violation, digest
 
-from sglang_bitexact_hicache.lineage import ROOT, UNKNOWN
+from sglang_bitexact_hicache import healing
+from sglang_bitexact_hicache.lineage import ROOT, UNKNOWN, Copy
 
 SEEDS = int(os.environ.get("BITEXACT_FUZZ_SEEDS", "6"))
 MOST_OUTPUT = 300
@@ -53,7 +54,8 @@ class Fuzz:
         )
         self.pages = stack.allocator.size_full // PAGE
         chance = pick([0.2, 0.6, 1.0])
-        self.driver = TreeDriver(stack, lambda _pages: self.random.random() < chance, seed)
+        keep = lambda _pages: self.random.random() < chance  # noqa: E731
+        self.driver = TreeDriver(stack, keep, seed, cuts=True)
         self.cache = stack.cache
         self.deferred = pick([False, True])
         if self.deferred:
@@ -136,6 +138,8 @@ class Fuzz:
         done, total = driver.computed[req], len(req.origin_input_ids)
         if done < total:
             end = min(total, (done // PAGE + rnd.choice([1, 2, 3, 9])) * PAGE)
+            if rnd.random() < 0.8:  # else another request has the place of the unfinished one
+                end = driver.chunk_end(req, done, end)
             driver.forward(req, end)
             if end == total and rnd.random() < 0.5:
                 self.in_flight_step(req)
@@ -297,7 +301,7 @@ class Fuzz:
     def by_bytes(self, prompt: array, device_only: bool) -> set[int]:
         store = self.cache.store
         slots = store.slots.least_recent_first()
-        held = {bytes(self.driver.truth_bytes[slot].tolist()) for slot in slots}
+        held = set().union(*(self.driver.true_of[slot] for slot in slots))
         stamps: list[int] = []
         for node, pages, host in self.residence(prompt, device_only):
             stamps += self.driver.node_stamps(node, host=host)[:pages]
@@ -348,6 +352,10 @@ def test_no_hit_pairs_bytes_of_different_computations(walks):
     assert total["hits"] > steps / 20
     assert total["loaded"] > steps / 100
     assert total["published"] > steps / 10
+    gates = [w.cache.gate_counters for w in walks]
+    assert sum(g.healed for g in gates) > steps / 400
+    assert sum(g.loaded_for_healing for g in gates) > steps / 400
+    assert sum(g.rehung_pages for g in gates)
     for met in ("declined", "in flight", "dropped", "storage", "evict host", "forget"):
         assert total[met], met
 
@@ -359,7 +367,13 @@ def test_the_gate_is_as_deep_as_bytes_allow_almost_always(walks):
     assert exact > 20 * earlier
 
 
-CONTROLS = ("no chain", "old identity on unevict", "newcomer's identity on overlap")
+CONTROLS = (
+    "no chain",
+    "old identity on unevict",
+    "newcomer's identity on overlap",
+    "mended chain, old identity",
+    "truth moved after another forward",
+)
 
 
 @pytest.mark.parametrize("broken", CONTROLS)
@@ -377,7 +391,9 @@ def test_control_a_broken_rule_is_found(monkeypatch, broken):
             return found
 
         monkeypatch.setattr(tree.Walk, "step", step)
-        monkeypatch.setattr(tree, "chain_end", lambda copies: [c.last_id for c in copies][-1])
+        monkeypatch.setattr(
+            tree, "chain_end", lambda copies: [ROOT, *(c.last_id for c in copies)][-1]
+        )
     elif broken == "old identity on unevict":
         right = tree.BxCache.device_rows_from_insert
 
@@ -388,6 +404,22 @@ def test_control_a_broken_rule_is_found(monkeypatch, broken):
                 self.copies.set_device(node.id, old)
 
         monkeypatch.setattr(tree.BxCache, "device_rows_from_insert", keep_old)
+    elif broken == "mended chain, old identity":
+        monkeypatch.setattr(
+            healing,
+            "_chained",
+            lambda copy, kept, prev, mint: Copy(copy.ids, (prev, *copy.ids[:-1])),
+        )
+    elif broken == "truth moved after another forward":
+        settled = tree.BxCache.insert_settled
+
+        def careless(self, req, **how):
+            allocated = req.kv.kv_allocated_len
+            req.kv.kv_allocated_len = req.kv.cache_protected_len
+            settled(self, req, **how)
+            req.kv.kv_allocated_len = allocated
+
+        monkeypatch.setattr(tree.BxCache, "insert_settled", careless)
     else:
 
         def relabel(

@@ -4,8 +4,11 @@ Real: Req, match (`Req.init_next_round_input`), `checkpoint_kv_cache`, `release_
 allocation, the cache, its controller and pools. Written here: the admission of `PrefillAdder`
 (lock, load-back, lock), the "forward", which stamps each page it touches with a number that nobody
 else ever writes, and the truth record, which is a digest of the KV bytes of the whole row at the
-moment the forward ran. So a hit is right exactly when the bytes that the request's row holds at its
-final prefix have the digest that was stored in the truth slot the cache names.
+moment the forward ran. A hit is right exactly when it is the state of a request that was (claim 2):
+the bytes that the hitting row holds at its final prefix are the bytes that the truth's writer read
+when it went on from there. For a boundary inside the writer's forward that is the row at that forward.
+For a forward's last boundary it is also the row after a checkpoint that came before the writer's next
+forward, because from that row the writer went on. Every other pairing of KV and truth is a Violation.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from typing import Any
 
 import torch
 from bitexact_fixtures import PAGE, CpuStack
+
+from sglang_bitexact_hicache.chunking import chunk_end
 
 DIGEST = 16
 
@@ -46,6 +51,8 @@ class TreeDriver:
         stack: from `make_cache`.
         keep: which boundaries (in pages) of a row get truth; all by default.
         seed: of the driver's own random choices (none in the directed tests).
+        cuts: whether chunks end at junctions, as the scheduler's do where its one place for an
+            unfinished request is free.
     """
 
     def __init__(
@@ -53,7 +60,9 @@ class TreeDriver:
         stack: CpuStack,
         keep: Callable[[int], bool] = lambda _pages: True,
         seed: int = 0,
+        cuts: bool = False,
     ) -> None:
+        self.cuts = cuts
         self.stack = stack
         self.cache = stack.cache
         self.keep = keep
@@ -62,6 +71,10 @@ class TreeDriver:
         self.stats: Counter[str] = Counter()
         self.truth_bytes = torch.zeros(self.cache.store.capacity, DIGEST, dtype=torch.uint8)
         self.computed: dict[Any, int] = {}
+        # Per slot the digests of the rows that its record is true of.
+        self.true_of: dict[int, set[bytes]] = {}
+        # Per request the record at the end of its last forward: (boundary, slot, its true_of).
+        self._at_end: dict[Any, tuple[int, int, set[bytes]]] = {}
         self._unchecked: list[Any] = []
         self._loads_queued = False
         self._next_stamp = 0
@@ -129,6 +142,7 @@ class TreeDriver:
         # Stock gives a row pages for its whole extend; one token is what the least extend has.
         req.kv.kv_allocated_len = req.kv.kv_committed_len = req.prefix_len + 1
         self.computed[req] = req.prefix_len
+        req.extend_end = len(req.full_untruncated_fill_ids)
         cache.row_taken(req)
         self.running.append(req)
         self._unchecked.append(req)
@@ -138,7 +152,7 @@ class TreeDriver:
 
     def flush_loads(self) -> None:
         """Start the queued load-backs (one merged copy) and check what every new request reads."""
-        if self._loads_queued:
+        if self.loads_queued:
             self.cache.ready_to_load_host_cache()
             self._loads_queued = False
         for req in self._unchecked:
@@ -147,14 +161,17 @@ class TreeDriver:
 
     @property
     def loads_queued(self) -> bool:
-        """Whether loaded rows do not hold their bytes yet."""
-        return self._loads_queued
+        """Whether loaded rows do not hold their bytes yet. A checkpoint may have queued some too."""
+        return self._loads_queued or bool(self.cache.cache_controller.load_queue)
 
     def forward(self, req: Any, end: int) -> None:
         """Compute tokens [computed, end): stamp their pages, mint their ids, capture truth."""
+        if self.loads_queued:
+            self.flush_loads()
         start = self.computed[req]
         if not self._grow(req, end):
             raise RuntimeError("the test ran out of device pages")
+        self._at_end.pop(req, None)
         pages = self.row_pages(req, -(-end // PAGE))
         touched = range(start // PAGE, -(-end // PAGE))
         own = [p for p in touched if p * PAGE >= req.kv.cache_protected_len]
@@ -173,18 +190,29 @@ class TreeDriver:
         if slot is None:
             return False
         self.truth_bytes[slot] = self.row_digest(req, boundary)
+        self.true_of[slot] = {self.truth_bytes[slot].numpy().tobytes()}
+        if boundary * PAGE == self.computed[req]:
+            self._at_end[req] = (boundary, slot, self.true_of[slot])
         published = store.publish(self.cache.row_lineage(req, boundary), slot)
         self.stats["published"] += published
         return published
 
     def prefill(self, req: Any, chunk_pages: int | None = None) -> None:
-        """Compute the whole prompt, in chunks of pages, with the checkpoint after each."""
+        """Compute the whole prompt, in chunks, with the checkpoint after each."""
         total = len(req.origin_input_ids)
         while self.computed[req] < total:
-            start = self.computed[req]
-            step = total if chunk_pages is None else (start // PAGE + chunk_pages) * PAGE
-            self.forward(req, min(step, total))
+            self.prefill_chunk(req, chunk_pages)
             self.checkpoint(req)
+
+    def prefill_chunk(self, req: Any, chunk_pages: int | None = None) -> None:
+        """Compute one chunk of the prompt."""
+        start, total = self.computed[req], len(req.origin_input_ids)
+        step = total if chunk_pages is None else (start // PAGE + chunk_pages) * PAGE
+        self.forward(req, self.chunk_end(req, start, min(step, total)))
+
+    def chunk_end(self, req: Any, start: int, end: int) -> int:
+        """Where a chunk [start, end) ends."""
+        return chunk_end(self.cache, req, start, end) if self.cuts else end
 
     def checkpoint(self, req: Any) -> None:
         """Publish what is computed, as the scheduler does for an unfinished request."""
@@ -193,6 +221,7 @@ class TreeDriver:
         req.refresh_fill_ids()
         req.extend_end = self.computed[req]
         checkpoint_kv_cache(req, self.cache)
+        self._goes_on_from_here(req)
 
     def decode(self, req: Any, ids: Iterable[int]) -> None:
         """Append output tokens and compute their KV, one forward each as decode does."""
@@ -363,6 +392,15 @@ class TreeDriver:
 
     # ---- internals
 
+    def _goes_on_from_here(self, req: Any) -> None:
+        """After a checkpoint with no forward launched since the last boundary: the writer reads the
+        row as it is now when it goes on, so the record of that boundary is true of this row."""
+        boundary, _, true_of = self._at_end.get(req, (0, 0, set()))
+        if boundary * PAGE == req.kv.cache_protected_len == self.computed[req]:
+            if self.loads_queued:
+                self.flush_loads()
+            true_of.add(self.row_digest(req, boundary).numpy().tobytes())
+
     def _check_hit(self, req: Any) -> None:
         pages = self.prefix_pages(req)
         if pages == 0:
@@ -373,7 +411,7 @@ class TreeDriver:
         lineage, slot = truth
         self.cache.store.lock(slot)
         self.cache.store.touch(lineage)
-        if not torch.equal(self.row_digest(req, pages), self.truth_bytes[slot]):
+        if self.row_digest(req, pages).numpy().tobytes() not in self.true_of[slot]:
             raise Violation(f"{req.rid}: row {self.row_stamps(req, pages)} is not what truth saw")
         self.cache.store.unlock(slot)
         self.stats["hits"] += 1

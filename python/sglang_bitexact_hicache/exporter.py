@@ -97,8 +97,8 @@ METRICS: tuple[Metric, ...] = (
     ),
     _count(
         "bound",
-        "Truths whose page the tree took: from then on a hit can end there.",
-        lambda c: _counters(c).bound,
+        "Truths whose page the tree took from the request that computed it: a hit can end there.",
+        lambda c: c.gate_counters.bound,
     ),
     _count("restored", "Hits restored into a request's rows.", lambda c: _counters(c).restored),
     _count(
@@ -108,26 +108,28 @@ METRICS: tuple[Metric, ...] = (
     ),
     _count(
         "evicted",
-        "Truths given up. pool_full: for a new capture. page_gone: no tier holds their page any more.",
+        "Truths given up. pool_full: for a new capture. superseded: a decode page off the grid, for a "
+        "newer one of its request. page_gone: no tier holds their page any more.",
         {
             "pool_full": lambda c: c.store.counters.evicted,
+            "superseded": lambda c: c.store.counters.superseded,
             "page_gone": lambda c: c.store.counters.died_with_lineage,
         },
     ),
     _count(
         "healed",
         "Cached pages without truth that got it from a later request.",
-        lambda c: _counters(c).healed,
+        lambda c: c.gate_counters.healed,
     ),
     _count(
-        "repaired",
-        "Cached pages whose broken chain a later request joined again.",
-        lambda c: _counters(c).repaired,
+        "rehung_pages",
+        "Cached pages whose chain was broken and that a later request joined again.",
+        lambda c: c.gate_counters.rehung_pages,
     ),
     _count(
-        "loaded_for_healing",
+        "healing_loaded_pages",
         "Host pages loaded back only so that a request could heal what lies below them.",
-        lambda c: _counters(c).loaded_for_healing,
+        lambda c: c.gate_counters.loaded_for_healing,
     ),
     _count(
         "chunks_cut",

@@ -60,14 +60,6 @@ class Counters:
     """Boundaries captured after a decode step; part of `captured`."""
     bytes_captured: int = 0
     """Bytes copied from device staging to host slots."""
-    bound: int = 0
-    """Truths whose page the tree took: from then on a hit can end there."""
-    healed: int = 0
-    """Pages that sat in the tree without truth and got it from a later request."""
-    repaired: int = 0
-    """Pages whose broken chain a later request joined again."""
-    loaded_for_healing: int = 0
-    """Host pages loaded back only so that a request could heal what lies below them."""
     chunks_cut: int = 0
     """Prefill chunks ended early so that a boundary worth keeping ends one."""
     restored: int = 0

@@ -16,17 +16,19 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from sglang_bitexact_hicache.policy import Keep
 from sglang_bitexact_hicache.slots import SlotError, SlotState, SlotTable
 from sglang_bitexact_hicache.truth import TruthStore
 
 CAPACITY = 3
+CLASSES = st.sampled_from(Keep)
 
 
 class TruthMachine(RuleBasedStateMachine):
-    """Drives a TruthStore as capture, restore, tree and flush do, in any order.
+    """Drives a TruthStore as capture, restore, tree, healing and flush do, in any order.
 
     The model knows only what the caller knows: which slots it holds reserved or locked,
-    which ids it holds, and in which order truths were last used.
+    which ids it holds, in which order truths were last used, and how dearly each is held.
     """
 
     store_class = TruthStore
@@ -38,6 +40,7 @@ class TruthMachine(RuleBasedStateMachine):
         self.reserved: list[int] = []
         self.locked: list[int] = []
         self.recency: list[int] = []  # lineages with truth, least recently used first
+        self.keep: dict[int, Keep] = {}  # of each lineage with truth
 
     # ---- the tree and the rows
 
@@ -59,49 +62,68 @@ class TruthMachine(RuleBasedStateMachine):
         self.held[lineage] -= 1
         if not self.held[lineage]:
             del self.held[lineage]
-            if lineage in self.recency:
-                self.recency.remove(lineage)
+            self._forget(lineage)
         self.store.lineages.release((lineage,))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        """Healing: recency and class go with the truth; a page that has one keeps its own."""
+        old = data.draw(st.sampled_from(sorted(self.held)))
+        new = data.draw(st.sampled_from(sorted(self.held)) | st.just(10**6))
+        moves = old in self.keep and new in self.held and new not in self.keep
+        slot = self.store.lookup(old)
+        assert self.store.move(old, new) is moves
+        if moves:
+            assert self.store.lookup(new) == slot and old not in self.store
+            self.recency[self.recency.index(old)] = new
+            self.keep[new] = self.keep.pop(old)
 
     # ---- capture
 
-    @rule()
-    def reserve(self) -> None:
-        """LRU: when nothing is free, the oldest truth that nothing uses goes, and only that one."""
+    @rule(keep=CLASSES)
+    def reserve(self, keep: Keep) -> None:
+        """When nothing is free, the oldest truth of the lowest class that nothing uses goes, and
+        only that one. FILL takes the place of FILL only."""
         free = CAPACITY - self.store.in_use()
-        idle = [x for x in self.recency if self.store.lookup(x) not in self.locked]
-        slot = self.store.reserve()
-        if free:
-            assert slot is not None
-        elif idle:
-            assert slot is not None
-            self.recency.remove(idle[0])
-        else:
+        idle = [
+            x
+            for x in self._eviction_order()
+            if self.store.lookup(x) not in self.locked
+            and (keep is not Keep.FILL or self.keep[x] is Keep.FILL)
+        ]
+        failed = self.store.counters.reserve_failed
+        slot = self.store.reserve(keep)
+        if not free and not idle:
             assert slot is None
+            assert self.store.counters.reserve_failed == failed + (keep is not Keep.FILL)
             return
+        assert slot is not None
+        if not free:
+            self._forget(idle[0])
         assert slot not in self.reserved and slot not in self.locked
         self.reserved.append(slot)
 
     @precondition(lambda self: self.reserved and self.held)
-    @rule(data=st.data())
-    def publish(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), keep=CLASSES)
+    def publish(self, data: st.DataObject, keep: Keep) -> None:
         slot = self._pop(data, self.reserved)
         lineage = data.draw(st.sampled_from(sorted(self.held)))
         had = lineage in self.store
-        assert self.store.publish(lineage, slot) is (not had)
+        assert self.store.publish(lineage, slot, keep) is (not had)
         if not had:
             assert self.store.lookup(lineage) == slot
-            self.recency.append(lineage)
+            self._note(lineage, keep)
 
-    @rule()
-    def capture(self) -> None:
+    @rule(keep=CLASSES)
+    def capture(self, keep: Keep) -> None:
         """What happens most: a page is computed and its truth published at once."""
-        self.reserve()
+        self.reserve(keep)
         if self.reserved:
             lineage = self.store.lineages.mint()
             self._hold(lineage)
-            assert self.store.publish(lineage, self.reserved.pop())
-            self.recency.append(lineage)
+            assert self.store.publish(lineage, self.reserved.pop(), keep)
+            self._note(lineage, keep)
 
     @precondition(lambda self: self.reserved)
     @rule(data=st.data())
@@ -115,18 +137,39 @@ class TruthMachine(RuleBasedStateMachine):
     def discard(self, data: st.DataObject) -> None:
         self.store.discard(self._pop(data, self.reserved))
 
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), keep=CLASSES)
+    def reclass(self, data: st.DataObject, keep: Keep) -> None:
+        """The most recently used of its new class; nothing happens to a page without truth."""
+        lineage = data.draw(st.sampled_from(sorted(self.held)))
+        self.store.reclass(lineage, keep)
+        if lineage in self.keep:
+            self._forget(lineage)
+            self._note(lineage, keep)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def supersede(self, data: st.DataObject) -> None:
+        """The truth is gone at once; a reader keeps its slot."""
+        lineage = data.draw(st.sampled_from(sorted(self.held)))
+        self.store.supersede(lineage)
+        self._forget(lineage)
+        assert lineage not in self.store
+
     # ---- restore
 
     @precondition(lambda self: self.recency)
     @rule(data=st.data())
     def hit(self, data: st.DataObject) -> None:
+        """A used GRID or FILL is a POINT from then on; LIVE stays LIVE."""
         lineage = data.draw(st.sampled_from(self.recency))
         slot = self.store.lookup(lineage)
         self.store.lock(slot)
         self.store.touch(lineage)
         self.locked.append(slot)
-        self.recency.remove(lineage)
-        self.recency.append(lineage)
+        keep = Keep.LIVE if self.keep[lineage] is Keep.LIVE else Keep.POINT
+        self._forget(lineage)
+        self._note(lineage, keep)
 
     @precondition(lambda self: self.locked)
     @rule(data=st.data())
@@ -144,6 +187,7 @@ class TruthMachine(RuleBasedStateMachine):
         self.held.clear()
         self.reserved.clear()
         self.recency.clear()
+        self.keep.clear()
 
     # ---- always
 
@@ -157,9 +201,10 @@ class TruthMachine(RuleBasedStateMachine):
         # T1, T2
         slots = [store.lookup(lineage) for lineage in self.recency]
         assert None not in slots and len(set(slots)) == len(slots) == len(store)
-        # The order in which truths would be evicted
+        assert {x: store.slots.keep(store.lookup(x)) for x in self.recency} == self.keep
+        # S3: the order in which truths would be evicted
         owners = [store.slots.owner(slot) for slot in store.slots.least_recent_first()]
-        assert owners == self.recency
+        assert owners == self._eviction_order()
         # S2, T3 and nothing leaked: a slot is in use exactly while somebody needs it.
         needed = {*slots, *self.reserved, *self.locked}
         in_use = {s for s in range(CAPACITY) if store.slots.state(s) is not SlotState.FREE}
@@ -179,6 +224,20 @@ class TruthMachine(RuleBasedStateMachine):
         assert self.store.in_use() == 0 and len(self.store) == 0
         self.store.check_integrity()
 
+    # ---- the model
+
+    def _eviction_order(self) -> list[int]:
+        """Lowest class first, least recently used first within a class."""
+        return sorted(self.recency, key=self.keep.__getitem__)
+
+    def _note(self, lineage: int, keep: Keep) -> None:
+        self.recency.append(lineage)
+        self.keep[lineage] = keep
+
+    def _forget(self, lineage: int) -> None:
+        if self.keep.pop(lineage, None) is not None:
+            self.recency.remove(lineage)
+
     def _hold(self, lineage: int) -> None:
         self.store.lineages.hold((lineage,))
         self.held[lineage] += 1
@@ -197,27 +256,74 @@ TestTruthMachine.settings = settings(
 # ---- controls: the machine finds a broken rule
 
 
-class ReusesLocked(TruthStore):
-    def reserve(self):
-        slot = self.slots.take()
-        if slot is not None or not self._slot_of:
-            return slot
-        victim = self.slots.least_recent_first()[0]
-        del self._slot_of[self.slots.owner(victim)]
-        self.slots._slots[victim].locks = 0
-        self.slots.retire(victim)
-        return self.slots.take()
+class _BrokenTable(TruthStore):
+    """A store whose slot table breaks a rule."""
+
+    table: type[SlotTable]
+
+    def __init__(self, capacity):
+        super().__init__(capacity)
+        self.slots = self.table(capacity)
 
 
-class EvictsTheNewest(TruthStore):
-    def reserve(self):
-        order = self.slots._recency
-        for slot in reversed(list(order)):
-            order.move_to_end(slot)
-        chosen = super().reserve()
-        for slot in reversed(list(order)):
-            order.move_to_end(slot)
-        return chosen
+class EvictsLocked(_BrokenTable):
+    class table(SlotTable):
+        def victim(self, dearest=Keep.LIVE):
+            allowed = [i for i in self.least_recent_first() if self.keep(i) <= dearest]
+            return allowed[0] if allowed else None
+
+
+class EvictsTheNewest(_BrokenTable):
+    class table(SlotTable):
+        def victim(self, dearest=Keep.LIVE):
+            for slots in self._recency.values():
+                idle = [i for i in slots if not self.is_locked(i) and self.keep(i) <= dearest]
+                if idle:
+                    return idle[-1]
+            return None
+
+
+class EvictsGridBeforeFill(_BrokenTable):
+    class table(SlotTable):
+        def victim(self, dearest=Keep.LIVE):
+            for keep in (Keep.GRID, Keep.FILL, Keep.POINT, Keep.LIVE):
+                for index in self._recency[keep]:
+                    if keep <= dearest and not self.is_locked(index):
+                        return index
+            return None
+
+
+class UsedStaysWhatItWas(_BrokenTable):
+    class table(SlotTable):
+        def touch(self, index):
+            self.reclass(index, self.keep(index))
+
+
+class FillDisplacesAnything(TruthStore):
+    def reserve(self, keep=Keep.POINT):
+        return super().reserve(Keep.POINT if keep is Keep.FILL else keep)
+
+
+class MoveLeavesTheOldOwner(TruthStore):
+    def move(self, old, new):
+        slot = self.lookup(old)
+        moved = super().move(old, new)
+        if moved:
+            self.slots.hand_over(slot, old)
+        return moved
+
+
+class MoveRefreshes(TruthStore):
+    def move(self, old, new):
+        moved = super().move(old, new)
+        if moved:
+            self.touch(new)
+        return moved
+
+
+class SupersededKeepsItsSlot(TruthStore):
+    def supersede(self, lineage):
+        self._slot_of.pop(lineage, None)
 
 
 class KeepsTruthOfTheDead(TruthStore):
@@ -225,7 +331,20 @@ class KeepsTruthOfTheDead(TruthStore):
         pass
 
 
-@pytest.mark.parametrize("broken", [ReusesLocked, EvictsTheNewest, KeepsTruthOfTheDead])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        EvictsLocked,
+        EvictsTheNewest,
+        EvictsGridBeforeFill,
+        UsedStaysWhatItWas,
+        FillDisplacesAnything,
+        MoveLeavesTheOldOwner,
+        MoveRefreshes,
+        SupersededKeepsItsSlot,
+        KeepsTruthOfTheDead,
+    ],
+)
 def test_control_a_broken_store_is_found(broken):
     class Machine(TruthMachine):
         store_class = broken
@@ -305,3 +424,29 @@ def test_counters_tell_what_happened():
     assert store.counters.published == 2
     assert store.counters.evicted == 2
     assert store.counters.publish_refused == 1
+
+
+def test_fill_that_finds_no_room_is_not_a_failure():
+    store = TruthStore(1)
+    ids = [store.lineages.mint() for _ in range(2)]
+    store.lineages.hold(ids)
+    assert store.publish(ids[0], store.reserve(Keep.GRID), Keep.GRID)
+    assert store.reserve(Keep.FILL) is None and store.counters.reserve_failed == 0
+    assert store.counters.evicted == 0 and ids[0] in store
+    slot = store.reserve(Keep.GRID)
+    assert store.publish(ids[1], slot, Keep.FILL) and ids[0] not in store
+    assert store.reserve(Keep.FILL) == slot, "unused fill makes room for fill"
+
+
+def test_superseded_while_it_is_read():
+    store = TruthStore(1)
+    lineage = store.lineages.mint()
+    store.lineages.hold((lineage,))
+    slot = store.reserve()
+    store.publish(lineage, slot, Keep.LIVE)
+    store.lock(slot)
+    store.supersede(lineage)
+    assert lineage not in store and store.counters.superseded == 1
+    assert store.reserve() is None, "its bytes are being read"
+    store.unlock(slot)
+    assert store.reserve() == slot

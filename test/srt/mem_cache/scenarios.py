@@ -313,6 +313,135 @@ def abort_in_flight(h: Harness, ids: Sequence[int]) -> Steps:
     return first, later
 
 
+def watching_decodes(h: Harness, seen: Any) -> Any:
+    """Context: `seen(batch)` after each forward that completed a page by decoding, before the next."""
+    runtime = h.runtime
+    forward = runtime.forward
+
+    @contextmanager
+    def watched(batch: Any) -> Iterator[Any]:
+        with forward(batch) as active:
+            yield active
+        seen(batch)
+
+    return patched(runtime, "forward", watched)
+
+
+def slot_rows(view: DeviceView, row: int) -> dict[tuple[str, int], torch.Tensor]:
+    """Every ring row and state row of one request row, whole, as they are now."""
+    return {
+        (pool, i): ring.buffer[row * ring.size : (row + 1) * ring.size].clone()
+        for pool, rings in view.rings.items()
+        for i, ring in enumerate(rings)
+    }
+
+
+def chat(h: Harness, ids: Sequence[int], answer: int, more: int, new: int, tier: str) -> Steps:
+    """Two turns; the second resumes where the first one's answer completed a page.
+
+    The writer's ring rows are copied aside, whole, after the decode step that completed the page. The
+    second turn runs three times over dirty rings, from the same cached KV: restored by the feature;
+    with the copied rows put into its row instead (an independent copy: the writer, continued); and
+    with nothing put there. Returns (turn 2's prompt length, the three results, counter gains of the
+    first turn, of the restored one).
+    """
+    yield from h.flush()
+    runtime, view = h.runtime, DeviceView(h.pool)
+    copies: dict[int, Any] = {}
+
+    def seen(batch: Any) -> None:
+        if req in batch.reqs and not batch.forward_mode.is_prefill():
+            end = int(batch.seq_lens_cpu[batch.reqs.index(req)])
+            if end % PAGE == 0:
+                copies[end] = slot_rows(view, req.kv.req_pool_idx)
+
+    before = counters(h)
+    req = h.submit(ids, answer)
+    with watching_decodes(h, seen):
+        yield from h.finish(req)
+    first_turn = since(h, before)
+    turn = [*ids, *req.output_ids, *prompt(len(ids), more)]
+
+    def placed(restores: Sequence[Any]) -> None:
+        for restore in restores:
+            runtime._restore.drop(restore)
+            for (pool, i), rows in copies[restore.boundary].items():
+                ring = view.rings[pool][i]
+                ring.buffer[restore.row * ring.size : (restore.row + 1) * ring.size] = rows
+
+    results = []
+    for apply in (runtime._restore.apply, placed, skipping(runtime._restore)):
+        if tier == "host":
+            yield from to_host(h)
+        dirty_rings(h)
+        before = counters(h)
+        checks = runtime._checks if apply == runtime._restore.apply else None
+        with patched(runtime._restore, "apply", apply), patched(runtime, "_checks", checks):
+            results.append((yield from h.generate(turn, new)))
+        if len(results) == 1:
+            restored = since(h, before)
+    yield from leak_free(h)
+    return len(turn), results, first_turn, restored
+
+
+def chat_beside_a_prefill(h: Harness, ids: Sequence[int], beside: Sequence[int], new: int) -> Steps:
+    """The answer completes a page in a MIXED batch: (mode of that step, turn 2's hit, gains)."""
+    yield from h.flush()
+    modes = []
+
+    def seen(batch: Any) -> None:
+        if req in batch.reqs and batch.forward_mode.is_mixed():
+            modes.append(int(batch.seq_lens_cpu[batch.reqs.index(req)]) % PAGE == 0)
+
+    req = h.submit(ids, 60, logprob=False)
+    with watching_decodes(h, seen):
+        while len(ids) + len(req.output_ids) < -(-len(ids) // PAGE) * PAGE - 1:
+            yield
+        other = h.submit(beside, 1, logprob=False)
+        yield from h.finish(req, other)
+    yield from h.settle()
+    hit, gains = yield from hit_over_dirt(h, [*ids, *req.output_ids, 7], new, "device")
+    return any(modes), hit, gains
+
+
+def siblings(h: Harness, prompts: Sequence[Sequence[int]], new: int, tier: str) -> Steps:
+    """Prompts that share a stem, one after the other on a cache that starts empty, over dirty rings.
+
+    Returns (their cold runs, their results, each one's gains of counters and of the gate's).
+    """
+    colds = []
+    for ids in prompts:
+        colds.append((yield from cold(h, ids, new)))
+    yield from h.flush()
+    results, gains = [], []
+    for ids in prompts:
+        if tier == "host":
+            yield from to_host(h)
+        dirty_rings(h)
+        before, gate = counters(h), dict(vars(h.cache.gate_counters))
+        results.append((yield from h.generate(ids, new)))
+        now = vars(h.cache.gate_counters)
+        gains.append(since(h, before) | {f"gate_{k}": now[k] - v for k, v in gate.items()})
+    yield from leak_free(h)
+    return colds, results, gains
+
+
+def siblings_at_once(h: Harness, prompts: Sequence[Sequence[int]], new: int) -> Steps:
+    """The first prompt alone, then all others submitted at once: (colds, results, gate gains)."""
+    colds = []
+    for ids in prompts:
+        colds.append((yield from cold(h, ids, new)))
+    yield from h.flush()
+    yield from h.generate(prompts[0], new)
+    dirty_rings(h)
+    before = dict(vars(h.cache.gate_counters))
+    results = yield from h.finish(*[h.submit(ids, new) for ids in prompts[1:]])
+    now = vars(h.cache.gate_counters)
+    gains = {name: now[name] - value for name, value in before.items()}
+    yield from leak_free(h)
+    return colds[1:], results, gains
+
+
 def capture_of(h: Harness, ids: Sequence[int], beside: Sequence[int] | None) -> Steps:
     """The host records of a prompt's boundaries, captured alone or in batches with a decoding
     request; with the forward modes that its chunks ran in."""
@@ -330,9 +459,9 @@ def capture_of(h: Harness, ids: Sequence[int], beside: Sequence[int] | None) -> 
     def observed(plan: Any, wanted: Sequence[Any]) -> None:
         finish(plan, wanted)
         runtime.drain()
-        for w in wanted:
-            if w.source.slot == req.kv.req_pool_idx:
-                records[w.source.boundary] = {
+        for source, w in wanted:
+            if source.slot == req.kv.req_pool_idx:
+                records[source.boundary] = {
                     pool: bytes(runtime.pools.device_part(pool, w.slot).numpy())
                     for pool in runtime.pools.buffers
                 }

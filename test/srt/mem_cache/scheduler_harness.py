@@ -182,6 +182,7 @@ class SchedulerProcess:
         log_path: Path,
         start_timeout: float = 240.0,
     ) -> None:
+        self.args = list(args)
         argv = server_argv(port=0, args=args)
         # The program and `-m sglang.launch_server` are what the child stands in for.
         # It waits for the next scenario where a server would sleep.

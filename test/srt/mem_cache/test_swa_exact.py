@@ -73,6 +73,35 @@ def test_the_chunks_of_one_request_are_never_gated(process):
     assert gains["captured"] == 1300 // PAGE
 
 
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_the_next_turn_resumes_on_the_last_page_of_the_answer(process, tier):
+    """Claims 1 and 2 at a page that decode completed: the second turn equals the writer continued
+    from its own ring rows, put in place by a copy that is not ours, and nothing less will do."""
+    ids = prompt(50, 2 * PAGE - 20)
+    length, results, first_turn, gains = process.run(scenarios.chat, ids, 40, 50, 4, tier)
+    restored, placed, without = results
+    assert length == 2 * PAGE + 70
+    assert first_turn["decode_captured"] == 1
+    for result in results:
+        assert result.error is None
+        assert result.cached == 2 * PAGE
+        assert (result.device, result.host) == ((512, 0) if tier == "device" else (0, 512))
+    assert gains["checks_verified"] == gains["restored"] == 1
+    assert gains["checks_failed"] == gains["restore_impossible"] == 0
+    assert restored.same_answer(placed)
+    assert not without.same_answer(placed), "the control noticed nothing"
+
+
+def test_a_page_that_decode_completes_in_a_mixed_batch_is_captured(process):
+    ids = prompt(51, 2 * PAGE - 20)
+    args = scenarios.chat_beside_a_prefill, ids, prompt(52, 700), 3
+    mixed, hit, gains = process.run(*args)
+    # Without mixing (serial has a chunk of one page) the same page is completed by a decode step.
+    assert mixed == ("enable-mixed-chunk" in " ".join(process.args))
+    assert hit.cached == hit.device == 2 * PAGE
+    assert gains["checks_verified"] == gains["restored"] == 1
+
+
 def test_two_identical_prompts_at_once(process):
     first, both, gains = process.run(scenarios.twins, prompt(44, 700), 4)
     assert all(result.same_answer(first) for result in both)

@@ -21,6 +21,7 @@ def tight(scheduler_process):
         *("--max-total-tokens", "4096"),
         *("--hicache-swa-offload-page-stride", str(STRIDE)),
         *("--hicache-swa-offload-tail-slots", "0"),
+        *("--hicache-swa-offload-reuse-points", "grid,prompt,decode,junction"),
         *("--hicache-io-backend", "kernel"),
     ]
     with scheduler_process("tight", flags) as process:
@@ -39,6 +40,36 @@ def test_truth_is_kept_on_the_grid_and_at_the_two_prompt_points(tight, length, p
     found = tight.run(scenarios.boundaries_with_truth, prompt(length, length))
     grid = set(range(STRIDE, length // PAGE + 1, STRIDE))
     assert found == sorted(p * PAGE for p in grid | points)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("leaves", [1, 4, 5])
+def test_siblings_of_an_off_grid_stem_hit_where_they_leave_it(tight, leaves, tier):
+    """The first goes its way; the second computes the stem again, from the grid on, and heals the
+    page where it leaves; the third hits there. The first one's own pages stay reachable."""
+    stem = prompt(200 + leaves, leaves * PAGE + 40)
+    prompts = [[*stem, *prompt(210 + i, 600)] for i in range(3)]
+    prompts.append([*prompts[0], 5, 6, 7])
+    colds, results, gains = tight.run(scenarios.siblings, prompts, 3, tier)
+    below = leaves // STRIDE * STRIDE * PAGE
+    whole = len(prompts[0]) // PAGE * PAGE
+    assert [r.cached for r in results] == [0, below, leaves * PAGE, whole]
+    assert [g["gate_healed"] for g in gains] == [0, 1, 0, 0]
+    if tier == "host" and leaves != 1:
+        assert gains[1]["gate_loaded_for_healing"] > 0
+    for first, result, gain in zip(colds, results, gains, strict=True):
+        assert result.same_answer(first)
+        assert gain["checks_verified"] == gain["restored"] == (result.cached > 0)
+        assert gain["checks_failed"] == gain["restore_impossible"] == 0
+
+
+def test_siblings_that_come_together_wait_for_the_one_that_heals(tight):
+    stem = prompt(220, 4 * PAGE + 10)
+    prompts = [[*stem, *prompt(230 + i, 300)] for i in range(4)]
+    colds, results, gains = tight.run(scenarios.siblings_at_once, prompts, 3)
+    assert [r.cached for r in results] == [3 * PAGE, 4 * PAGE, 4 * PAGE]
+    assert gains["healed"] == 1
+    assert all(result.same_answer(first) for first, result in zip(colds, results, strict=True))
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])

@@ -11,11 +11,12 @@ TESTS ?= srt/mem_cache/test_swa_*.py
 # gives the same sums.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env lint test demo clean
+.PHONY: help env lint test demo bench-reuse clean
 
 help:
 	@echo "make demo   start the server per arm, send the rounds, print the table"
 	@echo "make test   lint, then every test"
+	@echo "make bench-reuse   replay request traces without a model, write docs/reuse.md (10 minutes)"
 	@echo "make env    only the set-up; make lint: only ruff; make clean: remove $(VENV)"
 
 env: $(STAMP)
@@ -42,6 +43,9 @@ test: lint
 
 demo: env
 	$(BIN)/python benchmark/demo.py
+
+bench-reuse: env
+	cd benchmark && ../$(BIN)/python -W ignore -m reuse
 
 clean:
 	rm -rf $(VENV)

@@ -9,6 +9,8 @@ Starts stock `sglang.launch_server` on the reference platform, once per arm
    that leaves it after seven pages (a hit inside a chunk). Between any two requests others dirty
    the ring rows that the next one will be given.
 3. the same two kinds of hit once other prompts have pushed the prefix out to host memory.
+4. a conversation whose second turn resumes on a page that the first answer completed, from the
+   device and from host memory; it must equal the writer, continued (demo_chat.py).
 
 Prints one table and, last, one line of key=value pairs. Exit status 0 only if every hit of the
 on-arm was restored, verified and equal to its cold run (ids and logprobs), and the off-arm differs
@@ -28,7 +30,9 @@ from tempfile import TemporaryDirectory
 
 from tabulate import tabulate
 
+import demo_chat
 from dsv4_reference_platform.launch import Server
+from dsv4_reference_platform.poke import Poker
 
 PAGE = 256
 ROUNDS = 6
@@ -100,6 +104,13 @@ class Row:
     logprobs_equal: bool
 
 
+CHAT_STEPS = [
+    Step("turn 2", "", "answer", demo_chat.BOUNDARY, "device"),
+    Step("turn 2, host", "", "answer", demo_chat.BOUNDARY, "host"),
+]
+"""Rows of the table that the conversation fills; their reference is the writer, continued."""
+
+
 @dataclass
 class Arm:
     """One arm's results, by step name."""
@@ -107,6 +118,7 @@ class Arm:
     flag: str
     rows: dict[str, Row] = field(default_factory=dict)
     cold: dict[str, tuple] = field(default_factory=dict)
+    chat: dict[str, demo_chat.Turn] = field(default_factory=dict)
     failures: int = 0
 
 
@@ -135,9 +147,9 @@ def dirty(server: Server, seed: int) -> None:
     server.generate_batch(prompts, max_new_tokens=1)
 
 
-def push_out(server: Server) -> None:
+def push_out(server: Server, tags: tuple[str, ...] = ("one", "two", "three")) -> None:
     """Fill the device pool with other prompts, so that what was cached moves to host memory."""
-    for tag in ("one", "two", "three"):
+    for tag in tags:
         server.complete(f"Prompt number {tag} has nothing in common. " * 40, max_tokens=1)
 
 
@@ -150,13 +162,14 @@ def checks(log: str) -> dict[str, int]:
     return counts
 
 
-def run_arm(flag: str, log_path: Path, say: Progress) -> Arm:
-    """Start one arm's server, run the script, stop it."""
+def run_arm(flag: str, log_path: Path, poker: Poker, say: Progress) -> Arm:
+    """Start one arm's server, run the script and the conversation, stop it."""
     arm = Arm(flag)
     env = {
         "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": flag,
         "SGLANG_UNIFIED_KV_BIT_EXACT_ALLOW_NON_HIP": "1",
         "SGLANG_SWA_DBG_CHECKSUM": "1",
+        **poker.env,
     }
     say(f"arm {flag}: starting the server")
     with Server(SERVER_ARGS, env, log_path=log_path) as server:
@@ -190,8 +203,33 @@ def run_arm(flag: str, log_path: Path, say: Progress) -> Arm:
                 f"arm {flag}: {step.name}: cached {row.cached} ({row.source}), "
                 f"{'equal to' if row.logprobs_equal else 'DIFFERS from'} cold"
             )
+        arm.chat = demo_chat.converse(
+            server,
+            poker,
+            checks,
+            lambda seed: dirty(server, seed),
+            lambda: push_out(server, ("four", "five", "six", "seven")),
+            lambda text: say(f"arm {flag}: {text}"),
+        )
         arm.failures = checks(server.log())["failures"]
     return arm
+
+
+def add_chat_rows(arm: Arm, reference: demo_chat.Turn | None) -> None:
+    """The conversation's rows of an arm, compared with the on-arm's continued writer."""
+    for step in CHAT_STEPS:
+        turn = arm.chat[step.name]
+        ids, logprobs = demo_chat.outcome(turn.answer)
+        want = demo_chat.outcome(reference.answer) if reference else (None, None)
+        arm.rows[step.name] = Row(
+            prompt_tokens=turn.answer.raw["meta_info"]["prompt_tokens"],
+            cached=turn.answer.cached_tokens,
+            source=source(turn.answer.cached_tokens_details or {}),
+            verified=min(turn.checks[name] for name in CHECK_LINES),
+            mismatches=turn.checks["failures"],
+            text_equal=ids == want[0],
+            logprobs_equal=logprobs == want[1],
+        )
 
 
 def source(details: dict) -> str:
@@ -202,7 +240,7 @@ def source(details: dict) -> str:
 
 def problems(off: Arm, on: Arm) -> Iterator[str]:
     """What does not hold, in words; nothing when the demo succeeded."""
-    for step in SCRIPT:
+    for step in [*SCRIPT, *CHAT_STEPS]:
         row = on.rows[step.name]
         if row.cached != step.hit:
             yield f"{step.name}: the on-arm reused {row.cached} tokens, not {step.hit}"
@@ -215,11 +253,17 @@ def problems(off: Arm, on: Arm) -> Iterator[str]:
         if row.mismatches:
             yield f"{step.name}: {row.mismatches} failure lines in the log"
         if not (row.text_equal and row.logprobs_equal):
-            yield f"{step.name}: the on-arm's answer differs from its cold run"
+            yield f"{step.name}: the on-arm's answer differs from its reference"
     if on.failures or off.failures:
         yield f"failure lines in the logs: off {off.failures}, on {on.failures}"
     if on.cold != off.cold:
         yield "the two arms' cold runs differ"
+    if "scribbled" not in on.chat:
+        yield "turn 2: nothing resumed on the page of the answer, so there is no reference"
+    elif demo_chat.outcome(on.chat["scribbled"].answer) == demo_chat.outcome(
+        on.chat["continued"].answer
+    ):
+        yield "the conversation's control failed: noise in the writer's rows changed nothing"
     if not control(off):
         yield "the negative control failed: the off-arm equals its cold run wherever it reused"
 
@@ -233,11 +277,11 @@ def table(off: Arm, on: Arm) -> str:
     """The one table."""
     header = [
         "request", "boundary", "prompt tokens", "cached off", "cached on", "from (on)",
-        "restores verified", "mismatches", "output = cold off/on", "logprobs = cold off/on",
+        "restores verified", "mismatches", "output = ref off/on", "logprobs = ref off/on",
     ]  # fmt: skip
     yes = {True: "yes", False: "NO"}
     rows = []
-    for step in SCRIPT:
+    for step in [*SCRIPT, *CHAT_STEPS]:
         a, b = off.rows[step.name], on.rows[step.name]
         rows.append([
             step.name, step.kind if step.hit else "-", b.prompt_tokens, a.cached, b.cached, b.source,
@@ -257,8 +301,16 @@ def main() -> int:
     with TemporaryDirectory() as scratch:
         logs = options.logs or Path(scratch)
         logs.mkdir(parents=True, exist_ok=True)
-        off, on = (run_arm(flag, logs / f"arm{flag}.log", say) for flag in ("0", "1"))
-    print("\n" + table(off, on) + "\n")
+        arms = []
+        for flag in ("0", "1"):
+            pokes = Path(scratch) / flag
+            pokes.mkdir()
+            arms.append(run_arm(flag, logs / f"arm{flag}.log", Poker(pokes), say))
+        off, on = arms
+        for arm in arms:
+            add_chat_rows(arm, on.chat.get("continued"))
+    print("\n" + table(off, on))
+    print("ref: the cold run; of turn 2 the first turn's request itself, continued.\n")
     wrong = list(problems(off, on))
     for line in wrong:
         print(f"FAILED: {line}")

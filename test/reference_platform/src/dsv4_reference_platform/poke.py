@@ -14,12 +14,18 @@ they lie::
     {"op": "fill", "where": "indexer_state", "layer": 1, "position": 511, "value": 3.0}
     {"op": "read", "where": "c4_state", "layer": 1, "position": 511}
 
+    {"op": "keep"}
+    {"op": "put"}
+    {"op": "scribble"}
     {"op": "not_installed"}
 
 ``where``: ``ring`` (bf16 rows of the sliding window), ``c4_state`` and ``indexer_state`` (rows
 of the ratio-4 compressor states). ``bit`` counts from the least significant bit of the element;
-``fill`` takes ``columns`` ``[start, stop]``, all by default. ``not_installed`` returns the kernels
-of ``install.KERNELS`` that are not in place in the server.
+``fill`` takes ``columns`` ``[start, stop]``, all by default. ``keep`` copies every ring row and every
+ratio-4 state row of the request aside, ``put`` gives the request the rows that were kept: a request
+that continues exactly where another one stood, by no code of the feature. ``scribble`` overwrites the
+same rows with noise. ``not_installed`` returns the kernels of ``install.KERNELS`` that are not in place
+in the server.
 """
 
 from __future__ import annotations
@@ -129,6 +135,9 @@ def _operate(operation: Mapping[str, Any], slot: int) -> Any:
         return install.not_installed()
     import torch
 
+    if operation["op"] in ("keep", "put", "scribble"):
+        _whole_slot(operation["op"], slot)
+        return None
     row = _row(operation["where"], operation["layer"], slot, operation["position"])
     if operation["op"] == "read":
         return row.float().tolist()
@@ -145,6 +154,42 @@ def _operate(operation: Mapping[str, Any], slot: int) -> Any:
     else:
         raise ValueError(f"unknown operation {operation['op']!r}")
     return None
+
+
+_kept: list[Any] = []
+
+
+def _whole_slot(operation: str, slot: int) -> None:
+    """keep, put or scribble every ring row and ratio-4 state row of a request slot."""
+    import torch
+
+    rows = _rows_of_slot(slot)
+    if operation == "keep":
+        _kept[:] = [row.clone() for row in rows]
+    elif operation == "put":
+        for row, kept in zip(rows, _kept, strict=True):
+            row.copy_(kept)
+    else:
+        generator = torch.Generator().manual_seed(slot)
+        for row in rows:
+            row.copy_(torch.randn(row.shape, generator=generator).to(row.dtype))
+
+
+def _rows_of_slot(slot: int) -> list[Any]:
+    """Views of a request slot's rows in every ring and ratio-4 state buffer."""
+    from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
+
+    pool = get_token_to_kv_pool()
+    ring = pool.unified_swa_ring_size
+    views = [buffer[slot * ring : (slot + 1) * ring] for buffer in pool.unified_kv_pool.kv_buffer]
+    size = pool.get_ring_size(compress_ratio=4)
+    for pools in (pool.compress_state_pools, pool.indexer_compress_state_pools):
+        views += [
+            state.kv_score_buffer.kv_score[slot * size : (slot + 1) * size]
+            for state in pools
+            if state is not None and state.ratio == 4
+        ]
+    return views
 
 
 def _row(where: str, layer: int, slot: int, position: int) -> Any:

@@ -442,6 +442,45 @@ def siblings_at_once(h: Harness, prompts: Sequence[Sequence[int]], new: int) -> 
     return colds[1:], results, gains
 
 
+def healer_aborted(h: Harness, prompts: Sequence[Sequence[int]], new: int) -> Steps:
+    """The first prompt alone; of two that part from it at one place, the one that heals is aborted on
+    its way there while the other waits: (the other's cold run, its result, gate gains)."""
+    first = yield from cold(h, prompts[2], new)
+    yield from h.flush()
+    yield from h.generate(prompts[0], 1)
+    before = dict(vars(h.cache.gate_counters))
+    healer, waiting = h.submit(prompts[1], new), h.submit(prompts[2], new)
+    while not h.cache._healers:
+        yield
+    # Its chunk is launched and not checkpointed: the abort drops it.
+    assert not waiting.kv.holds_kv, "it did not wait"
+    h.abort(healer)
+    (result,) = yield from h.finish(waiting)
+    now = vars(h.cache.gate_counters)
+    yield from leak_free(h)
+    return first, result, {name: now[name] - value for name, value in before.items()}
+
+
+def decoding_aborted(h: Harness, ids: Sequence[int]) -> Steps:
+    """A request is aborted after its answer completed a page, which SGLang keeps as it keeps a finished
+    one's: (decode captures, classes of the slots while it ran and afterwards, a later turn's hit)."""
+    yield from h.flush()
+    slots = h.cache.store.slots
+    before = counters(h)
+    req = h.submit(ids, 200)
+    while not since(h, before)["decode_captured"]:
+        yield
+    running = sorted(slots.keep(s).name for s in slots.least_recent_first())
+    h.abort(req)
+    while req.kv.holds_kv:
+        yield
+    yield from h.settle()
+    afterwards = sorted(slots.keep(s).name for s in slots.least_recent_first())
+    captured = since(h, before)["decode_captured"]
+    hit, _ = yield from hit_over_dirt(h, [*ids, *req.output_ids, 9], 2, "device")
+    return captured, running, afterwards, hit
+
+
 def capture_of(h: Harness, ids: Sequence[int], beside: Sequence[int] | None) -> Steps:
     """The host records of a prompt's boundaries, captured alone or in batches with a decoding
     request; with the forward modes that its chunks ran in."""

@@ -72,6 +72,25 @@ def test_siblings_that_come_together_wait_for_the_one_that_heals(tight):
     assert all(result.same_answer(first) for first, result in zip(colds, results, strict=True))
 
 
+def test_who_waited_for_an_aborted_healer_goes_on(tight):
+    stem = prompt(240, 4 * PAGE + 10)
+    prompts = [[*stem, *prompt(250 + i, 300)] for i in range(3)]
+    first, result, gains = tight.run(scenarios.healer_aborted, prompts, 3)
+    assert result.cached == 3 * PAGE
+    assert gains["healed"] == 1, "the one that had waited heals now"
+    assert result.same_answer(first)
+
+
+def test_the_decode_page_of_an_aborted_request_is_an_ordinary_point(tight):
+    captured, running, afterwards, hit = tight.run(
+        scenarios.decoding_aborted, prompt(260, 2 * PAGE - 8)
+    )
+    assert captured == 1
+    assert running == ["LIVE", "POINT"]
+    assert afterwards == ["POINT", "POINT"], "nothing is held for a request that is gone"
+    assert hit.cached == hit.device == 2 * PAGE
+
+
 @pytest.mark.parametrize("tier", ["device", "host"])
 @pytest.mark.parametrize(("leaves", "hit"), [(3, 3), (4, 3), (5, 3), (2, 0)])
 def test_a_fork_hits_the_grid_below_where_it_leaves(tight, leaves, hit, tier):

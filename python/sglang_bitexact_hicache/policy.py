@@ -63,9 +63,10 @@ class ReusePoint(NamedTuple):
     keep: Keep
 
 
-def prompt_points(prompt_len: int) -> frozenset[int]:
-    """The boundaries (tokens) at which the same prompt, or one that extends it, would resume."""
-    points = {(prompt_len - 1) // PAGE_SIZE * PAGE_SIZE, prompt_len // PAGE_SIZE * PAGE_SIZE}
+def prompt_points(prompt_len: int, unit: int = PAGE_SIZE) -> frozenset[int]:
+    """The boundaries (tokens) at which the same prompt, or one that extends it, would resume, where
+    every multiple of `unit` is one."""
+    points = {(prompt_len - 1) // unit * unit, prompt_len // unit * unit}
     return frozenset(p for p in points if p > 0)
 
 
@@ -77,6 +78,7 @@ def prefill_points(
     *,
     junction: int = 0,
     kinds: Container[Kind] = DEFAULT_KINDS,
+    unit: int = PAGE_SIZE,
 ) -> list[ReusePoint]:
     """Boundaries to capture of a chunk [start, end) of a prompt of `prompt_len` tokens, ascending.
 
@@ -84,16 +86,19 @@ def prefill_points(
         stride: of the grid, in pages and at least 1 (refused at startup otherwise).
         junction: the request's junction in tokens, 0 for none.
         kinds: the kinds of reuse point that are switched on.
+        unit: tokens of which every boundary has to be a multiple: a page, or more (aligned.py).
     """
     if stride < 1:
         raise ValueError(f"stride must be at least 1 page, got {stride}")
     wanted: set[int] = set()
     if Kind.PROMPT in kinds:
-        wanted |= prompt_points(prompt_len)
+        wanted |= prompt_points(prompt_len, unit)
     if Kind.JUNCTION in kinds:
         wanted.add(junction)
     points = []
     for boundary in boundaries(start, end):
+        if boundary % unit:
+            continue
         if boundary in wanted:
             points.append(ReusePoint(boundary, Keep.POINT))
         elif Kind.GRID in kinds and on_grid(boundary, stride):

@@ -7,6 +7,10 @@ its truth (healing.py). It costs one more forward, once for each junction.
 SGLang runs one unfinished (chunked) request at a time. A cut makes its request that one; where there
 is one already the request runs uncut. A request that would compute the same junction as one that is
 on its way there waits for it: it will hit.
+
+With aligned prefill (aligned.py) chunks end at multiples of the chunk size or at the prompt's end, and
+nowhere else. A chunk for which the round has no room waits for the next one. So a whole chunk is
+always alone in its forward: it takes the budget of a round to the last token.
 """
 
 from __future__ import annotations
@@ -21,7 +25,12 @@ from sglang_bitexact_hicache.tree import BxCache
 
 
 def chunk_end(cache: BxCache, req: Any, start: int, end: int) -> int:
-    """Where a chunk [start, end) of the request is to end: `end`, or its junction if that is inside."""
+    """Where a chunk [start, end) of the request is to end: `end`, or its junction if that is inside.
+
+    With aligned prefill junctions are multiples of the chunk size too, so the rule covers them.
+    """
+    if cache.aligned is not None:
+        return min(end, cache.aligned.chunk_end(start, len(req.full_untruncated_fill_ids)))
     junction = cache.junction(req)
     return junction.tokens if junction is not None and start < junction.tokens < end else end
 
@@ -40,11 +49,17 @@ def around_select_prefill_admission(
     if _is_being_healed(adder, req, start):
         return AddReqResult.OTHER
     unfinished = options["has_chunked_req"] or adder.new_chunked_req is not None
+    if cache.aligned is not None:
+        # An unfinished request that is not in this batch waits for room: nobody may pass it, and
+        # SGLang counts every batch that is formed meanwhile as a chunk of it.
+        whole = end == chunk_end(cache, req, start, len(req.full_untruncated_fill_ids))
+        return admission if whole and not unfinished else AddReqResult.OTHER
     if admission.is_chunked and unfinished:
         # Stock cannot come here: its unfinished request has used the chunk up. A cut one has not.
         return AddReqResult.OTHER
     if cut == end or unfinished:
         return admission
+    cache.gate_counters.chunks_cut += 1
     return dataclasses.replace(admission, extend_len=cut - start, is_chunked=True, max_new_tokens=0)
 
 
@@ -53,15 +68,27 @@ def around_add_chunked_req(original: Callable[..., Any], adder: Any, req: Any) -
     cache = adder.tree_cache
     if not isinstance(cache, BxCache):
         return original(adder, req)
-    start = req.prefix_len
-    end = chunk_end(cache, req, start, len(req.full_untruncated_fill_ids))
+    start, total = req.prefix_len, len(req.full_untruncated_fill_ids)
+    end = chunk_end(cache, req, start, total)
+    if cache.aligned is not None and not _has_room(adder, end - start):
+        return req
     before = adder.chunked_req_limit
-    if end < len(req.full_untruncated_fill_ids):
+    if end < total:
         adder.chunked_req_limit = end - start if before is None else min(before, end - start)
     try:
-        return original(adder, req)
+        outcome = original(adder, req)
     finally:
         adder.chunked_req_limit = before
+    at_junction = cache.aligned is None and end < total and req.extend_end == end
+    cache.gate_counters.chunks_cut += at_junction
+    return outcome
+
+
+def _has_room(adder: Any, tokens: int) -> bool:
+    """Whether add_chunked_req would take so many tokens. Running requests give way to a chunk that
+    waits: they finish or are retracted, and it was admitted with room for its whole prompt."""
+    room = adder.memory_budget.available_chunk_tokens(adder.rem_chunk_tokens)
+    return room is not None and tokens <= room
 
 
 def _is_being_healed(adder: Any, req: Any, start: int) -> bool:

@@ -132,9 +132,15 @@ METRICS: tuple[Metric, ...] = (
         lambda c: c.gate_counters.loaded_for_healing,
     ),
     _count(
+        "recomputed_tokens",
+        "Prompt tokens of admitted requests that the cache holds, in whole pages, but had no truth for, "
+        "or not in one chain: they were computed again.",
+        lambda c: _counters(c).recomputed_tokens,
+    ),
+    _count(
         "chunks_cut",
-        "Prefill chunks ended early so that a boundary worth keeping ends one.",
-        lambda c: _counters(c).chunks_cut,
+        "Prefill chunks that end where the prompt leaves a cached path, so that the path is healed.",
+        lambda c: c.gate_counters.chunks_cut,
     ),
     _count(
         "rejected",

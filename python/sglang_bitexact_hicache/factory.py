@@ -14,11 +14,15 @@ The stock host-stack strategy for DeepSeek-V4 is used as it is: the truth pools 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from sglang_bitexact_hicache import engagement, refusals, seams, sizing
+from sglang_bitexact_hicache.aligned import AlignedPrefill
 from sglang_bitexact_hicache.options import Options, carry_available_dram, check_env_flags
+
+logger = logging.getLogger(__name__)
 
 
 def resolve_hicache(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -71,7 +75,20 @@ def around_create_unified_radix_cache(
     check_tree_writers()
     options = plan_pools(ctx)
     cache = original(ctx, cache_class=BxCache)
-    cache.truth_runtime = TruthRuntime.build(cache, ctx.server_args, options)
+    cache.aligned = aligned_rules(ctx.server_args, options)
+    runtime = TruthRuntime.build(cache, ctx.server_args, options)
+    cache.truth_runtime = runtime
+    logger.info(
+        "%s",
+        sizing.startup_line(
+            options.sizing,
+            stride=options.stride,
+            ranks=ranks_of_host(ctx.server_args),
+            staging_bytes=runtime.staging_bytes,
+            layout=runtime.view.layout.digest(),
+            checked=options.checksum,
+        ),
+    )
     return cache
 
 
@@ -99,6 +116,10 @@ def plan_pools(ctx: Any) -> Options:
         swa_page_size=kvcache.swa_page_size,
     )
     options = Options.of(ctx.server_args)
+    aligned = aligned_rules(ctx.server_args, options)
+    if aligned is not None:
+        # A grid of other boundaries would have slots that nothing can fill.
+        options = dataclasses.replace(options, stride=aligned.spacing(options.stride))
     planned = sizing.size(
         full_host_pages=full_host_pages,
         stride=options.stride,
@@ -116,6 +137,15 @@ def plan_pools(ctx: Any) -> Options:
         ranks=ranks_of_host(ctx.server_args),
     )
     return dataclasses.replace(options, sizing=planned)
+
+
+def aligned_rules(server_args: Any, options: Options) -> AlignedPrefill | None:
+    """The rules of aligned prefill for the server's chunk size; None where the option is off."""
+    if not options.aligned_prefill:
+        return None
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return AlignedPrefill(resolving_view(server_args).chunked_prefill_size)
 
 
 def ranks_of_host(server_args: Any) -> int:

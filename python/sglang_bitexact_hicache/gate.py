@@ -39,6 +39,8 @@ class GateCounters:
     """Pages that got a fresh identity because their chain was broken (healing.py, H1)."""
     loaded_for_healing: int = 0
     """Host-only pages brought back so that a checkpoint joins them instead of replacing them."""
+    chunks_cut: int = 0
+    """Prefill chunks that end at a junction (chunking.py)."""
     unknown_pages: int = 0
     """Pages that entered the tree without identity (never a hit)."""
     host_inserts_dropped: int = 0

@@ -16,7 +16,9 @@ H2. *The truth of the last page.* Where the checkpoint ends at the last token th
     launched, the request itself continues from the tree's pages with the window and state that its
     forward left. So that truth, paired with the tree's pages, is the state of a real request: a hit
     there equals that request, continued from right after the checkpoint (claim 2). It moves to the
-    identity that the page has in the tree (TruthStore.move).
+    identity that the page has in the tree (TruthStore.move). Only on a path that hangs together: an
+    identity has one parent, that one has one, and so on to the root, so there the truth belongs to
+    one row of pages for ever. Behind a page of unknown identity it could meet other pages later.
 
 Truth of pages before the last one is not moved: the request never stood there with the tree's pages
 in its row, so such a pairing would be nobody's state (the claim-2 test finds it). Nor is any truth

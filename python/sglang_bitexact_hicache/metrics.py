@@ -60,8 +60,8 @@ class Counters:
     """Boundaries captured after a decode step; part of `captured`."""
     bytes_captured: int = 0
     """Bytes copied from device staging to host slots."""
-    chunks_cut: int = 0
-    """Prefill chunks ended early so that a boundary worth keeping ends one."""
+    recomputed_tokens: int = 0
+    """Prompt tokens of admitted requests that the cache holds and that had to be computed again."""
     restored: int = 0
     """Windows and states scattered into a request's rows."""
     bytes_restored: int = 0

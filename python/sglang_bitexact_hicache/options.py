@@ -1,10 +1,10 @@
 """The feature's switches and numbers: how they are declared, read, checked and carried.
 
-Two command-line arguments, three environment flags, one environment mirror for each argument (for
+Four command-line arguments, three environment flags, one environment mirror for each argument (for
 users of `sglang.Engine(...)`, which has no command line), one number that only the environment has.
-SGLang's ServerArgs is a sealed record, so
-the arguments' values travel on it as underscore attributes: those are allowed at any time and survive
-pickling into the scheduler processes (`ServerArgs.__reduce__`).
+SGLang's ServerArgs is a sealed record, so the arguments' values travel on it as underscore attributes:
+those are allowed at any time and survive pickling into the scheduler processes
+(`ServerArgs.__reduce__`).
 
 Imports SGLang lazily and no torch: the plugin loads this in every SGLang process, before arguments
 are parsed and whether or not the feature is on.
@@ -16,6 +16,8 @@ import argparse
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from sglang_bitexact_hicache.policy import DEFAULT_KINDS, Kind
 
 if TYPE_CHECKING:
     from sglang_bitexact_hicache.sizing import Sizing
@@ -29,7 +31,10 @@ ENV_ALLOW_NON_HIP = "SGLANG_UNIFIED_KV_BIT_EXACT_ALLOW_NON_HIP"
 ENV_CHECKSUM = "SGLANG_SWA_DBG_CHECKSUM"
 """Prints three lines for every restore, after re-reading the device rows."""
 
-BOOLEAN_FLAGS = (ENV_FLAG, ENV_ALLOW_NON_HIP, ENV_CHECKSUM)
+ALIGNED_ARGUMENT = "--hicache-swa-offload-aligned-prefill"
+ENV_ALIGNED = "SGLANG_HICACHE_SWA_OFFLOAD_ALIGNED_PREFILL"
+
+BOOLEAN_FLAGS = (ENV_FLAG, ENV_ALLOW_NON_HIP, ENV_CHECKSUM, ENV_ALIGNED)
 
 ENV_BACKEND = "SGLANG_HACK_FLASHMLA_BACKEND"
 BACKEND = "unified_kv_triton"
@@ -39,15 +44,20 @@ STRIDE_ARGUMENT = "--hicache-swa-offload-page-stride"
 ENV_STRIDE = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
 TAIL_ARGUMENT = "--hicache-swa-offload-tail-slots"
 ENV_TAIL = "SGLANG_HICACHE_SWA_OFFLOAD_TAIL_SLOTS"
+POINTS_ARGUMENT = "--hicache-swa-offload-reuse-points"
+ENV_POINTS = "SGLANG_HICACHE_SWA_OFFLOAD_REUSE_POINTS"
 
 ENV_ROW_LIMIT = "SGLANG_SWA_HICACHE_STATE_STAGING_PAGES"
 """The most host slots that one request may hold before a tree node owns them (sizing.row_limit)."""
 
 DEFAULT_STRIDE = 1
+DEFAULT_POINTS = ",".join(kind.value for kind in Kind if kind in DEFAULT_KINDS)
 
 # Names on the ServerArgs record.
 _STRIDE_ATTRIBUTE = "_hicache_swa_offload_page_stride"
 _TAIL_ATTRIBUTE = "_hicache_swa_offload_tail_slots"
+_POINTS_ATTRIBUTE = "_hicache_swa_offload_reuse_points"
+_ALIGNED_ATTRIBUTE = "_hicache_swa_offload_aligned_prefill"
 _DRAM_ATTRIBUTE = "_bitexact_hicache_available_dram"
 
 
@@ -58,6 +68,8 @@ class Options:
     Attributes:
         stride: a boundary is kept at every `stride`-th page (of 256 tokens).
         tail_slots: host slots on top of the grid's, or None for the default formula (sizing.py).
+        reuse_points: names of the kinds of boundary to keep, comma-separated (policy.Kind).
+        aligned_prefill: chunks end, and hits too, at multiples of the chunk size (aligned.py).
         row_limit: host slots that one request may hold before a tree node owns them, or None for the
             default formula (sizing.py).
         checksum: verify and report every restore.
@@ -68,6 +80,8 @@ class Options:
 
     stride: int = DEFAULT_STRIDE
     tail_slots: int | None = None
+    reuse_points: str = DEFAULT_POINTS
+    aligned_prefill: bool = False
     row_limit: int | None = None
     checksum: bool = False
     available_dram: int | None = None
@@ -85,6 +99,9 @@ class Options:
         carried = vars(server_args)
         stride = carried.get(_STRIDE_ATTRIBUTE)
         tail = carried.get(_TAIL_ATTRIBUTE)
+        points = carried.get(_POINTS_ATTRIBUTE)
+        if points is None:
+            points = os.environ.get(ENV_POINTS, "").strip() or DEFAULT_POINTS
         if stride is None:
             stride = _integer_from_env(ENV_STRIDE)
         if tail is None:
@@ -92,10 +109,26 @@ class Options:
         return cls(
             stride=DEFAULT_STRIDE if stride is None else stride,
             tail_slots=tail,
+            reuse_points=points,
+            aligned_prefill=bool(carried.get(_ALIGNED_ATTRIBUTE)) or env_flag(ENV_ALIGNED),
             row_limit=_integer_from_env(ENV_ROW_LIMIT),
             checksum=env_flag(ENV_CHECKSUM),
             available_dram=carried.get(_DRAM_ATTRIBUTE),
         )
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of boundary to keep.
+
+        Raises:
+            ValueError: a name is unknown, or there is none (refusals.py says so at startup).
+        """
+        names = [name.strip().lower() for name in self.reuse_points.split(",") if name.strip()]
+        known = {kind.value: kind for kind in Kind}
+        unknown = [name for name in names if name not in known]
+        if unknown or not names:
+            raise ValueError(f"{POINTS_ARGUMENT} {self.reuse_points!r}: not of {', '.join(known)}")
+        return frozenset(known[name] for name in names)
 
 
 def env_flag(name: str) -> bool:
@@ -149,7 +182,7 @@ def _integer_from_env(name: str) -> int | None:
 
 def install_env_fields() -> None:
     """Declares the feature's environment variables on SGLang's `Envs`. Idempotent."""
-    from sglang.srt.environ import EnvBool, EnvField, EnvInt, Envs
+    from sglang.srt.environ import EnvBool, EnvField, EnvInt, Envs, EnvStr
 
     fields = {
         ENV_FLAG: EnvBool(False),
@@ -157,6 +190,8 @@ def install_env_fields() -> None:
         ENV_CHECKSUM: EnvBool(False),
         ENV_STRIDE: EnvInt(DEFAULT_STRIDE),
         ENV_TAIL: EnvInt(None),
+        ENV_POINTS: EnvStr(DEFAULT_POINTS),
+        ENV_ALIGNED: EnvBool(False),
         ENV_ROW_LIMIT: EnvInt(None),
     }
     missing = {name: field for name, field in fields.items() if name not in vars(Envs)}
@@ -173,7 +208,7 @@ def install_env_fields() -> None:
 
 
 def after_add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
-    """AFTER hook on `ServerArgs.add_cli_args`: the feature's two arguments."""
+    """AFTER hook on `ServerArgs.add_cli_args`: the feature's arguments."""
     group = parser.add_argument_group("bit-exact SWA HiCache (DeepSeek-V4 unified_kv)")
     # The defaults are None so that an argument that was not given leaves room for its mirror.
     group.add_argument(
@@ -194,6 +229,26 @@ def after_add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
         f"each request row plus 1 for every 16 full host pages). Only with {ENV_FLAG}=1. "
         f"Environment: {ENV_TAIL}.",
     )
+    group.add_argument(
+        POINTS_ARGUMENT,
+        type=str,
+        default=None,
+        metavar="KINDS",
+        help="Which page boundaries are worth a host slot, comma-separated: grid (every PAGES-th), "
+        "prompt (the ends of prompts), decode (the newest pages of answers), junction (where prompts "
+        "part; a prefill chunk is cut there once), fill (any other, while there is room). Default: "
+        f"{DEFAULT_POINTS}. Only with {ENV_FLAG}=1. Environment: {ENV_POINTS}.",
+    )
+    group.add_argument(
+        ALIGNED_ARGUMENT,
+        action="store_true",
+        default=None,
+        help="End prefill chunks at multiples of --chunked-prefill-size only, and reuse prefixes at "
+        "multiples of it only, so that a hit computes the rest of a prompt in the same pieces as a "
+        "cold run: for kernels whose bits depend on how a prompt is cut. Costs reuse: of a prompt's "
+        "last, incomplete piece nothing is kept, nor of answers. Only with "
+        f"{ENV_FLAG}=1. Environment: {ENV_ALIGNED}=1.",
+    )
 
 
 def after_from_cli_args(server_args: Any, cls: type, args: argparse.Namespace) -> None:
@@ -204,6 +259,8 @@ def after_from_cli_args(server_args: Any, cls: type, args: argparse.Namespace) -
     given = vars(args)
     setattr(server_args, _STRIDE_ATTRIBUTE, given.get("hicache_swa_offload_page_stride"))
     setattr(server_args, _TAIL_ATTRIBUTE, given.get("hicache_swa_offload_tail_slots"))
+    setattr(server_args, _POINTS_ATTRIBUTE, given.get("hicache_swa_offload_reuse_points"))
+    setattr(server_args, _ALIGNED_ATTRIBUTE, given.get("hicache_swa_offload_aligned_prefill"))
 
 
 def carry_available_dram(server_args: Any, nbytes: int) -> None:

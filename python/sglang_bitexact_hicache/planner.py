@@ -72,6 +72,7 @@ class CapturePlanner:
         self._counters = counters
         # Per running request, its newest decode boundaries with truth: (boundary, lineage).
         self._newest: dict[Any, deque[tuple[int, int]]] = {}
+        cache.track_junctions = Kind.JUNCTION in kinds
 
     def prefill(
         self, req: Any, start: int, end: int, prompt_len: int, room: int | None = None
@@ -92,6 +93,7 @@ class CapturePlanner:
             self._stride,
             junction=0 if junction is None else junction.tokens,
             kinds=self._kinds,
+            unit=PAGE_SIZE if self.cache.aligned is None else self.cache.aligned.chunk,
         )
         allowed = self._allowed(req)
         kept = points if allowed is None else most_wanted(points, allowed)
@@ -106,10 +108,10 @@ class CapturePlanner:
         """Mint the page that a decode step completes at `boundary` tokens and reserve its slot.
 
         None where decode boundaries are switched off and it is not on the grid, or no slot is to be
-        had. The caller must `publish` or `discard` the result.
+        had, or the page will not enter the tree. The caller must `publish` or `discard` the result.
         """
         self.cache.row_launched(req, boundary // PAGE_SIZE)
-        if req.skip_radix_cache_insert:
+        if req.skip_radix_cache_insert or self.cache.aligned is not None:
             return None
         if Kind.DECODE in self._kinds:
             wanted = self._reserve(req, boundary, Keep.LIVE)

@@ -16,14 +16,18 @@ from typing import Any
 
 from sglang_bitexact_hicache.constants import C4_RATIO, C128_RATIO, PAGE_SIZE, WINDOW
 from sglang_bitexact_hicache.options import (
+    ALIGNED_ARGUMENT,
     ENV_FLAG,
+    ENV_POINTS,
     ENV_ROW_LIMIT,
     ENV_STRIDE,
     ENV_TAIL,
+    POINTS_ARGUMENT,
     STRIDE_ARGUMENT,
     TAIL_ARGUMENT,
     Options,
 )
+from sglang_bitexact_hicache.policy import Kind
 from sglang_bitexact_hicache.sizing import LEAST_ROW_LIMIT
 
 RATIOS = frozenset({0, C4_RATIO, C128_RATIO})
@@ -135,6 +139,23 @@ def _prefill_graph(s: Startup) -> bool:
     return graphs is not None and graphs.prefill.backend != "disabled"
 
 
+def _unknown_kinds(s: Startup) -> bool:
+    try:
+        return not s.options.kinds
+    except ValueError:
+        return True
+
+
+def _aligned(refuses: Callable[[Startup], bool]) -> Callable[[Startup], bool]:
+    """Refuses only where aligned prefill is asked for."""
+    return lambda s: s.options.aligned_prefill and refuses(s)
+
+
+def _no_chunk_of_whole_pages(s: Startup) -> bool:
+    chunk = s.cfg.chunked_prefill_size
+    return chunk is None or chunk <= 0 or chunk % PAGE_SIZE != 0
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "stride",
@@ -149,10 +170,47 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.options.tail_slots is not None and s.options.tail_slots < 0,
     ),
     Rule(
+        "reuse_points",
+        POINTS_ARGUMENT,
+        f"must be a comma-separated list of {', '.join(k.value for k in Kind)} (also {ENV_POINTS})",
+        _unknown_kinds,
+    ),
+    Rule(
         "row_limit",
         ENV_ROW_LIMIT,
         f"must be at least {LEAST_ROW_LIMIT} host slots, the newest boundaries of a running request",
         lambda s: s.options.row_limit is not None and s.options.row_limit < LEAST_ROW_LIMIT,
+    ),
+    Rule(
+        "aligned_chunk",
+        "--chunked-prefill-size",
+        f"must be a positive multiple of {PAGE_SIZE} with {ALIGNED_ARGUMENT}",
+        _aligned(_no_chunk_of_whole_pages),
+    ),
+    Rule(
+        "aligned_mixed_chunk",
+        "--enable-mixed-chunk",
+        f"cannot run with {ALIGNED_ARGUMENT}: decoding rows would take part of every chunk",
+        _aligned(_field("enable_mixed_chunk", False)),
+    ),
+    Rule(
+        "aligned_dynamic_chunking",
+        "--enable-dynamic-chunking",
+        f"cannot run with {ALIGNED_ARGUMENT}: the size of a chunk would change as a prompt goes on",
+        _aligned(_field("enable_dynamic_chunking", False)),
+    ),
+    Rule(
+        "aligned_encoder_replay",
+        "--enable-encoder-swa-bounded-replay",
+        f"cannot run with {ALIGNED_ARGUMENT}: replayed rows would take part of every chunk",
+        _aligned(_field("enable_encoder_swa_bounded_replay", False)),
+    ),
+    Rule(
+        "aligned_schedule_policy",
+        "--schedule-policy",
+        f"must not be shortest-prefill-first with {ALIGNED_ARGUMENT}: it shortens a running prompt's "
+        "chunks to make room for others",
+        _aligned(lambda s: s.cfg.schedule_policy == "shortest-prefill-first"),
     ),
     Rule(
         "write_policy",

@@ -9,8 +9,9 @@ more restores than staging is applied in waves.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglang_bitexact_hicache.constants import STATE_ROWS, WINDOW
 from sglang_bitexact_hicache.gather import SpanScatter
@@ -28,6 +29,7 @@ class Restore:
         boundary: the page boundary P that its prefix ends at.
         host_slot: the locked host slot with the truth of P.
         written: event of the host bytes (the capture may still be in flight).
+        admitted: when it was made, by the host's clock in seconds.
         staging: its staging slot once staged, with `copied`, the event of the staged bytes.
     """
 
@@ -35,6 +37,7 @@ class Restore:
     boundary: int
     host_slot: int
     written: Event | None
+    admitted: float = field(default_factory=time.perf_counter)
     staging: int | None = None
     copied: Event | None = None
 

@@ -15,7 +15,7 @@ ranks. Whether bytes have landed decides nothing: their readers wait on events (
 
 from __future__ import annotations
 
-import logging
+import time
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,8 +41,6 @@ from sglang_bitexact_hicache.truth import TruthStore
 
 if TYPE_CHECKING:
     from sglang_bitexact_hicache.tree import BxCache
-
-logger = logging.getLogger(__name__)
 
 RESTORE_STAGING = 8
 """Records of device staging for restores: a batch with more hits is restored in waves."""
@@ -141,21 +139,18 @@ class TruthRuntime:
             view,
             TruthHostPools(view.layout, slots, pin=pin),
             stride=options.stride,
+            kinds=options.kinds,
+            row_limit=options.sizing.row_limit,
             chunk_tokens=largest_extend(server_args),
             debug=options.checksum,
             pin=pin,
         )
-        logger.info(
-            "bit-exact HiCache: %d boundaries in host memory (%.2f GB, %d bytes each), stride %d, "
-            "layout %s, checks %s",
-            slots,
-            runtime.pools.nbytes / 1e9,
-            view.layout.slot_bytes,
-            options.stride,
-            view.layout.digest(),
-            "on" if options.checksum else "off",
-        )
         return runtime
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device bytes of the staging records of both directions."""
+        return self._capture.staging.nbytes + self._restore.staging.nbytes
 
     # ---- admission
 
@@ -168,6 +163,9 @@ class TruthRuntime:
         started: list[Restore] = []
         for req in fresh:
             self.cache.row_taken(req)
+            junction = self.cache.junction(req)
+            if junction is not None:
+                self.counters.recomputed_tokens += junction.tokens - req.prefix_len
             if req.prefix_len == 0:
                 continue
             truth = self.cache.final_truth(req)
@@ -258,6 +256,9 @@ class TruthRuntime:
             return
         restores = [restore for _, restore in due]
         self._restore.apply(restores)
+        now = time.perf_counter()
+        for restore in restores:
+            self.counters.restore_seconds.add(now - restore.admitted)
         for restore in restores:
             self._unlock(restore)
         if self._checks is not None:

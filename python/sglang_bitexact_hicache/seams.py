@@ -192,6 +192,15 @@ SEAMS: tuple[Seam, ...] = (
         "managers/scheduler.py:4184 _get_new_batch_prefill_raw",
     ),
     Seam(
+        "sglang.srt.mem_cache.prefill_budget.SWAPrefillBudget.available_chunk_tokens",
+        Kind.CALL,
+        "chunking:_has_room",
+        "with aligned prefill: whether the whole of a later chunk has room, before it is added",
+        ("self", "chunk_limit"),
+        When.ENGAGED,
+        "managers/schedule_policy.py:1144 add_chunked_req",
+    ),
+    Seam(
         "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",
         Kind.AROUND,
         "forward_hooks:around_forward_batch_generation",

@@ -41,6 +41,7 @@ from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
 from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
+from sglang_bitexact_hicache.aligned import AlignedPrefill
 from sglang_bitexact_hicache.gate import GateCounters, Walk, chain_end
 from sglang_bitexact_hicache.healing import rehang
 from sglang_bitexact_hicache.lineage import (
@@ -76,9 +77,9 @@ class Junction(NamedTuple):
     """Where a prompt stops following a cached path, with no truth there (policy.py)."""
 
     tokens: int
-    """The deepest whole page of the path, as a length in tokens."""
+    """The deepest whole page of the path (aligned prefill: whole chunk), as a length in tokens."""
     node: int
-    """The tree node that ends there."""
+    """The deepest tree node of the path."""
 
 
 class BxFull(FullComponent):
@@ -89,9 +90,15 @@ class BxFull(FullComponent):
     def prepare_for_caching_req(
         self, req: Req, insert_params: InsertParams, token_ids_len: int, is_finished: bool
     ) -> int | None:
-        """Tells the insert that follows whose pages it brings (FullComponent: no-op)."""
+        """Tells the insert that follows whose pages it brings, and with aligned prefill how many of
+        them may enter the tree (FullComponent: no-op, all of them). The others stay the request's.
+        """
         self.cache.insert_announced(req, insert_params, token_ids_len)
-        return super().prepare_for_caching_req(req, insert_params, token_ids_len, is_finished)
+        limit = super().prepare_for_caching_req(req, insert_params, token_ids_len, is_finished)
+        if self.cache.aligned is None:
+            return limit
+        # `extend_end` is where its prefill ends or has got to: what lies beyond was decoded.
+        return self.cache.aligned.whole(min(token_ids_len, req.extend_end))
 
     def cleanup_after_caching_req(
         self,
@@ -301,7 +308,11 @@ class BxCache(UnifiedRadixCache):
         self.truth_runtime: TruthRuntime | None = None
         """The byte side (runtime.TruthRuntime), set by the factory. Its `forget(req)` is called when
         a request gives its row back, its `flush()` on a flush, before the store is reset."""
+        self.aligned: AlignedPrefill | None = None
+        """The rules of aligned prefill where it is on. Set by the factory, before any request."""
         self.gate_counters = GateCounters()
+        self.track_junctions = True
+        """Whether chunks are cut at junctions (policy.Kind.JUNCTION)."""
         # Before the base constructor, which ends with a reset.
         self._page_size = params.page_size
         self._walks: dict[bool, Walk] = {}
@@ -576,13 +587,14 @@ class BxCache(UnifiedRadixCache):
         if row is None:
             return
         if inserted:
-            self._rehang(req.last_node)
+            whole = self._rehang(req.last_node)
             end = req.kv.cache_protected_len
             base = end // self._page_size
             tail = self._tail(req.last_node, base)
             own = row.id_of(base)
             # Allocated is what a launched step may have computed: beyond `end` it read own pages.
-            if own != tail and not finished and req.kv.kv_allocated_len == end:
+            went_on_from_here = not finished and req.kv.kv_allocated_len == end
+            if whole and own != tail and went_on_from_here:
                 self.gate_counters.healed += self.store.move(own, tail)
             row.rebase(tail, base)
             if self.junction(req) is None:
@@ -606,21 +618,23 @@ class BxCache(UnifiedRadixCache):
 
     # ---- internals
 
-    def _rehang(self, node_id: int) -> None:
+    def _rehang(self, node_id: int) -> bool:
+        """Mend the device chain of a path; whether it hangs together now."""
         path = self._path(node_id)
         if chain_end(self.copies.of(node.id).dev for node in path) is not None:
-            return
+            return True
         copies = [self.copies.of(node.id) for node in path]
         for position, mended, pages in rehang(copies, self.store.lineages.mint):
             self.copies.relabel(path[position].id, mended)
             self.gate_counters.rehung_pages += pages
+        return chain_end(self.copies.of(node.id).dev for node in path) is not None
 
     def _load_path_back(self, junction: Junction, up_to: int) -> None:
         try:
             node = self.tree_core.node_by_id(junction.node)
         except KeyError:
             return  # evicted since the match: the request's own pages take its place
-        start = junction.tokens - len(node.key)
+        start = sum(len(step.key) for step in self._path(node.id)) - len(node.key)
         while node.parent is not None and start >= up_to:
             node = node.parent
             start -= len(node.key)
@@ -634,8 +648,11 @@ class BxCache(UnifiedRadixCache):
             self.gate_counters.loaded_for_healing += pages
 
     def _note_junction(self, req: Req, result: MatchResult, best_pages: int) -> None:
-        if result.full_kv_hit_length > best_pages * self._page_size:
-            self._junctions[req] = Junction(result.full_kv_hit_length, result.last_visited_node_id)
+        reach = result.full_kv_hit_length
+        if self.aligned is not None:
+            reach = self.aligned.whole(reach)
+        if self.track_junctions and reach > best_pages * self._page_size:
+            self._junctions[req] = Junction(reach, result.last_visited_node_id)
         else:
             self._junctions.pop(req, None)
 

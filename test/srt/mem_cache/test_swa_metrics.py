@@ -61,6 +61,20 @@ def plain_counters(h: Harness) -> tuple[Any, Any, Any]:
     return h.runtime.counters, h.cache.store.counters, h.cache.gate_counters
 
 
+def a_prompt_without_truth(h: Harness) -> Steps:
+    """A cached prompt loses its truths and is asked again, twice; the cached tokens of each."""
+    yield from h.flush()
+    yield from h.generate(STEM)
+    yield from h.settle()
+    for lineage in list(h.cache.store._slot_of):
+        h.cache.store.supersede(lineage)
+    again = yield from h.generate(STEM)
+    healed = yield from h.generate(STEM)
+    yield from h.settle()
+    report(h)
+    return again.cached, healed.cached
+
+
 def bump_each(h: Harness) -> list[str]:
     """Adds 1, 2, 4, ... to every plain counter; their names in that order."""
     names = []
@@ -215,11 +229,31 @@ def test_a_hit_is_on_the_page_and_the_page_is_what_the_counters_say(process, fol
     runtime, store = counters["Counters"], counters["TruthCounters"]
     assert value(samples, "captured_total") == runtime["captured"] == 3
     assert value(samples, "restored_total") == runtime["restored"] == 1
+    assert value(samples, "captured_bytes_total") == 3 * value(samples, "restored_bytes_total") > 0
+    assert value(samples, "restore_seconds_count") == 1
+    assert 0 < value(samples, "restore_seconds_sum") < 10
+    assert value(samples, "recomputed_tokens_total") == 0
     assert value(samples, "checks_verified_total") == 1
     assert value(samples, "evicted_total", "pool_full") == store["evicted"] == 0
     assert value(samples, "rejected_total", "restore_impossible") == 0
     assert value(samples, "slots_used") == used > 0
     assert value(samples, "slots_total") == capacity
+
+
+def test_what_healing_does_and_costs_is_on_the_page(process, folder):
+    process.run(report)
+    before = scrape(folder)
+    assert process.run(a_prompt_without_truth) == (0, 3 * PAGE)
+    after = scrape(folder)
+
+    def gain(name: str, reason: str | None = None) -> float:
+        return value(after, name, reason) - value(before, name, reason)
+
+    assert gain("recomputed_tokens_total") == 3 * PAGE
+    assert gain("chunks_cut_total") == 1
+    # At the two checkpoints, which are where its chunks end.
+    assert gain("healed_total") == 2
+    assert gain("evicted_total", "superseded") == 3
 
 
 def test_the_labels_are_sglangs(process, folder):
@@ -298,11 +332,18 @@ def test_nothing_is_registered_without_the_flag_or_without_metrics(
     env = {
         "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
         "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": flag,
+        "SGLANG_SWA_DBG_CHECKSUM": "0",
     }
     with scheduler_process("without", args, **env) as process:
-        process.run(serve, STEM)
+        for _ in range(2):
+            process.run(serve, STEM)
         assert process.run(what_is_there) == (bool(args), False, [])
+        log = process.log().splitlines()
     assert ours(scrape(tmp_path)) == set()
+    # One line at startup, and none for a request.
+    lines = [line for line in log if "bit-exact" in line or "SWA-DBG" in line]
+    assert len(lines) == int(flag), lines
+    assert all("windows of" in line and "device staging" in line for line in lines)
 
 
 def serve(h: Harness, ids: list[int]) -> Steps:

@@ -35,6 +35,9 @@ from startup_fixtures import (
 from sglang_bitexact_hicache import engagement, factory, options, refusals, seams, sizing
 from sglang_bitexact_hicache.options import Options
 
+ALIGNED = "--hicache-swa-offload-aligned-prefill"
+CHUNK = ("--chunked-prefill-size", "512")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _hooks():
@@ -78,6 +81,7 @@ def test_help_of_the_server_shows_the_arguments():
     assert done.returncode == 0, done.stderr[-2000:]
     assert "--hicache-swa-offload-page-stride PAGES" in done.stdout
     assert "--hicache-swa-offload-tail-slots SLOTS" in done.stdout
+    assert ALIGNED in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -94,6 +98,24 @@ def test_values_reach_the_record_and_other_processes(model, args, stride, tail):
     for record in (server_args, pickle.loads(pickle.dumps(server_args))):
         read = Options.of(record)
         assert (read.stride, read.tail_slots, read.checksum) == (stride, tail, False)
+
+
+@pytest.mark.parametrize(
+    ("args", "value", "expected"),
+    [((), None, False), ((), "0", False), ((), "1", True), ((ALIGNED,), None, True)],
+)
+def test_aligned_prefill_is_asked_for_by_argument_or_environment(model, args, value, expected):
+    with environment(SGLANG_HICACHE_SWA_OFFLOAD_ALIGNED_PREFILL=value):
+        server_args = resolve(model, (*CHUNK, *args))
+        assert Options.of(pickle.loads(pickle.dumps(server_args))).aligned_prefill is expected
+
+
+@pytest.mark.parametrize("chunk", ["0", "-1"])
+def test_aligned_prefill_needs_chunks(model, chunk):
+    with pytest.raises(
+        ValueError, match="--chunked-prefill-size: must be a positive multiple of 256"
+    ):
+        resolve(model, (ALIGNED, "--chunked-prefill-size", chunk))
 
 
 def test_a_stride_that_is_no_number_is_an_argument_error(model, capsys):
@@ -235,9 +257,7 @@ def test_every_condition_that_does_not_hold_is_named(model):
 # ---- flags that cannot be read
 
 
-@pytest.mark.parametrize(
-    "name", [options.ENV_FLAG, options.ENV_ALLOW_NON_HIP, options.ENV_CHECKSUM]
-)
+@pytest.mark.parametrize("name", options.BOOLEAN_FLAGS)
 def test_a_flag_that_is_not_a_boolean_is_refused_in_the_launcher(name, model):
     with (
         environment(**{**ENGAGING_ENV, name: "maybe"}),
@@ -273,6 +293,15 @@ CASES: dict[str, Case] = {
     "stride": _case("--hicache-swa-offload-page-stride", "0"),
     "tail_slots": _case("--hicache-swa-offload-tail-slots", "-1"),
     "row_limit": _case(env={"SGLANG_SWA_HICACHE_STATE_STAGING_PAGES": "1"}),
+    "aligned_chunk": _case(ALIGNED, "--chunked-prefill-size", "1000"),
+    "aligned_mixed_chunk": _case(ALIGNED, *CHUNK, "--enable-mixed-chunk"),
+    "aligned_dynamic_chunking": _case(ALIGNED, *CHUNK, "--enable-dynamic-chunking"),
+    "aligned_encoder_replay": _case(
+        *(ALIGNED, *CHUNK), declared={"enable_encoder_swa_bounded_replay": True}
+    ),
+    "aligned_schedule_policy": _case(
+        *(ALIGNED, *CHUNK, "--schedule-policy", "shortest-prefill-first")
+    ),
     "write_policy": _case("--hicache-write-policy", "write_back"),
     "hicache_size": _case("--hicache-size", "10"),
     "host_memory_mode": _case(declared={"hicache_host_memory_mode": "buffer_only"}),
@@ -477,7 +506,7 @@ def test_engaged_builds_our_cache_with_the_byte_side(model):
 
     server_args = resolve(model, ("--hicache-swa-offload-page-stride", "2"))
     publish(server_args)
-    with environment(SGLANG_SWA_DBG_CHECKSUM="1"):
+    with environment(SGLANG_SWA_DBG_CHECKSUM="1"), our_log() as messages:
         cache = registry.create_tree_cache(build_context(server_args))
         options_seen = factory.plan_pools(build_context(server_args))
     from sglang_bitexact_hicache.runtime import TruthRuntime
@@ -490,6 +519,13 @@ def test_engaged_builds_our_cache_with_the_byte_side(model):
     assert (options_seen.sizing.grid_slots, options_seen.sizing.tail_slots) == (8, 9)
     # 1.5 times the pool is less than the 33 of a context of 16,384 tokens.
     assert options_seen.sizing.row_limit == 25
+    (message,) = messages
+    assert message.startswith("INFO bit-exact HiCache: 17 windows of ")
+    assert "a request holds at most 25" in message
+    staging = cache.truth_runtime.staging_bytes
+    assert staging > 0
+    assert f"device staging {staging / 1e9:.3f} GB a rank; on this host 1 rank(s)" in message
+    assert message.endswith("checks on")
     assert cache.store.capacity == 17
     seams.require_live(*seams.When)
 

@@ -17,13 +17,17 @@ import hashlib
 import random
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from bitexact_fixtures import PAGE, CpuStack
 
 from sglang_bitexact_hicache.chunking import chunk_end
+from sglang_bitexact_hicache.metrics import Counters
+from sglang_bitexact_hicache.planner import CapturePlanner, Wanted
+from sglang_bitexact_hicache.policy import DEFAULT_KINDS, Keep, Kind
+from sglang_bitexact_hicache.slots import SlotState
 
 DIGEST = 16
 
@@ -82,6 +86,14 @@ class TreeDriver:
 
     # ---- a request's life
 
+    def request(self, prompt: array, **fields: Any) -> Any:
+        """A Req that has not been matched yet."""
+        from sglang.srt.managers.schedule_batch import Req
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        self._next_rid += 1
+        return Req(f"r{self._next_rid}", "", array("q", prompt), SamplingParams(), **fields)
+
     def admit(
         self,
         prompt: array,
@@ -90,6 +102,7 @@ class TreeDriver:
         decline: bool = False,
         flush: bool = True,
         req: Any = None,
+        extend_end: Callable[[Any], int] | None = None,
     ) -> Any:
         """Match, load back and give a row, as one pass of PrefillAdder.add_one_req does.
 
@@ -97,16 +110,15 @@ class TreeDriver:
             between: runs after the match, with the device anchor locked, before the load-back.
             decline: make the load-back fail for want of quota.
             flush: start the load-back's copies and check the hit at once; False: with later ones.
-            req: a retracted Req to admit again.
+            req: a Req from `request`, or a retracted one, to admit (again).
+            extend_end: where its first chunk will end, asked once its prefix is final; the whole
+                prompt by default.
         """
-        from sglang.srt.managers.schedule_batch import Req
         from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
-        from sglang.srt.sampling.sampling_params import SamplingParams
 
         cache = self.cache
         if req is None:
-            self._next_rid += 1
-            req = Req(f"r{self._next_rid}", "", array("q", prompt), SamplingParams())
+            req = self.request(prompt)
         req.init_next_round_input(cache)
         self.stats["matches"] += 1
         anchor = cache.lock(req.last_node)
@@ -142,7 +154,8 @@ class TreeDriver:
         # Stock gives a row pages for its whole extend; one token is what the least extend has.
         req.kv.kv_allocated_len = req.kv.kv_committed_len = req.prefix_len + 1
         self.computed[req] = req.prefix_len
-        req.extend_end = len(req.full_untruncated_fill_ids)
+        whole = len(req.full_untruncated_fill_ids)
+        req.extend_end = whole if extend_end is None else extend_end(req)
         cache.row_taken(req)
         self.running.append(req)
         self._unchecked.append(req)
@@ -169,15 +182,7 @@ class TreeDriver:
         if self.loads_queued:
             self.flush_loads()
         start = self.computed[req]
-        if not self._grow(req, end):
-            raise RuntimeError("the test ran out of device pages")
-        self._at_end.pop(req, None)
-        pages = self.row_pages(req, -(-end // PAGE))
-        touched = range(start // PAGE, -(-end // PAGE))
-        own = [p for p in touched if p * PAGE >= req.kv.cache_protected_len]
-        self.stack.pages.stamp_device([pages[p] for p in own], [self._stamp() for _ in own])
-        self.computed[req] = end
-        req.kv.kv_allocated_len = req.kv.kv_committed_len = end
+        self._compute(req, end)
         self.cache.row_launched(req, end // PAGE)
         for boundary in range(start // PAGE + 1, end // PAGE + 1):
             if self.keep(boundary):
@@ -189,10 +194,7 @@ class TreeDriver:
         slot = store.reserve()
         if slot is None:
             return False
-        self.truth_bytes[slot] = self.row_digest(req, boundary)
-        self.true_of[slot] = {self.truth_bytes[slot].numpy().tobytes()}
-        if boundary * PAGE == self.computed[req]:
-            self._at_end[req] = (boundary, slot, self.true_of[slot])
+        self._record(req, boundary, slot)
         published = store.publish(self.cache.row_lineage(req, boundary), slot)
         self.stats["published"] += published
         return published
@@ -214,12 +216,15 @@ class TreeDriver:
         """Where a chunk [start, end) ends."""
         return chunk_end(self.cache, req, start, end) if self.cuts else end
 
-    def checkpoint(self, req: Any) -> None:
-        """Publish what is computed, as the scheduler does for an unfinished request."""
+    def checkpoint(self, req: Any, end: int | None = None) -> None:
+        """Publish what is computed, as the scheduler does for an unfinished request.
+
+        `end`: of the chunk whose result it is, where a decode step is in flight behind it.
+        """
         from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
         req.refresh_fill_ids()
-        req.extend_end = self.computed[req]
+        req.extend_end = self.computed[req] if end is None else end
         checkpoint_kv_cache(req, self.cache)
         self._goes_on_from_here(req)
 
@@ -230,10 +235,14 @@ class TreeDriver:
             req.refresh_fill_ids()
             self.forward(req, self.computed[req] + 1)
 
-    def finish(self, req: Any) -> None:
-        """The request is done: its last pages go to the tree and the row is given back."""
+    def finish(self, req: Any, *, through: int | None = None) -> None:
+        """The request is done: its last pages go to the tree and the row is given back.
+
+        `through`: output tokens that the answer has, where steps beyond its stop were computed.
+        """
         from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
+        req.finished_len = through
         req.finished_reason = FINISH_LENGTH(length=len(req.output_ids))
         self._release(req, checkpoint=True)
         self.stats["finished"] += 1
@@ -322,6 +331,19 @@ class TreeDriver:
             self.stack.host_pool.free(unused)
         return result
 
+    def walk(self, prompt: array) -> Iterator[tuple[Any, int]]:
+        """(node, pages up to its end) for the whole nodes along a prompt, root first."""
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        key = RadixKey(prompt).page_aligned(PAGE)
+        node, position = self.cache.tree_core.root_node, 0
+        while position < len(key):
+            node = node.children.get(key.child_key_at(position, PAGE))
+            if node is None or node.key.match_at(key, position, page_size=PAGE) < len(node.key):
+                return
+            position += len(node.key)
+            yield node, position // PAGE
+
     # ---- bytes
 
     def stamp(self) -> int:
@@ -392,6 +414,25 @@ class TreeDriver:
 
     # ---- internals
 
+    def _compute(self, req: Any, end: int) -> None:
+        """The KV of tokens [computed, end): every page that it touches gets a new content."""
+        if not self._grow(req, end):
+            raise RuntimeError("the test ran out of device pages")
+        self._at_end.pop(req, None)
+        pages = self.row_pages(req, -(-end // PAGE))
+        touched = range(self.computed[req] // PAGE, -(-end // PAGE))
+        own = [p for p in touched if p * PAGE >= req.kv.cache_protected_len]
+        self.stack.pages.stamp_device([pages[p] for p in own], [self._stamp() for _ in own])
+        self.computed[req] = end
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = end
+
+    def _record(self, req: Any, boundary: int, slot: int) -> None:
+        """The slot now holds the truth of a boundary (in pages) of the row as it is."""
+        self.truth_bytes[slot] = self.row_digest(req, boundary)
+        self.true_of[slot] = {self.truth_bytes[slot].numpy().tobytes()}
+        if boundary * PAGE == self.computed[req]:
+            self._at_end[req] = (boundary, slot, self.true_of[slot])
+
     def _goes_on_from_here(self, req: Any) -> None:
         """After a checkpoint with no forward launched since the last boundary: the writer reads the
         row as it is now when it goes on, so the record of that boundary is true of this row."""
@@ -434,9 +475,12 @@ class TreeDriver:
         if need <= 0:
             return True
         allocator = self.stack.allocator.full_attn_allocator
-        short = need * PAGE - allocator.available_size()
-        if short > 0:
-            self.cache.evict_for_alloc(EvictParams(num_tokens=short))
+        for attempt in range(2):
+            short = need * PAGE - allocator.available_size()
+            if short > 0 and attempt:
+                self.settle()  # pages that copies hold locked, which a scheduler settles each step
+            if short > 0:
+                self.cache.evict_for_alloc(EvictParams(num_tokens=short))
         fresh = allocator.alloc(need * PAGE)
         if fresh is None:
             return False
@@ -450,6 +494,223 @@ class TreeDriver:
     def _stamp(self) -> int:
         self._next_stamp += 1
         return self._next_stamp
+
+
+class PlannedDriver(TreeDriver):
+    """A TreeDriver whose captures the real CapturePlanner decides, and whose restores wait.
+
+    It stands where runtime.TruthRuntime stands, without its bytes: it locks a hit's truth when the
+    row is taken, checks the hit when the request's first forward reads it, plans a forward's captures
+    in the runtime's order, and is told by the cache when a request goes and when all is flushed.
+
+    Args:
+        stack: from `make_cache`.
+        stride, kinds, row_limit: the planner's.
+    """
+
+    def __init__(
+        self,
+        stack: CpuStack,
+        *,
+        stride: int = 1,
+        kinds: Container[Kind] = DEFAULT_KINDS,
+        row_limit: int | None = None,
+    ) -> None:
+        super().__init__(stack, cuts=True)
+        self.counters = Counters()
+        self.planner = CapturePlanner(
+            self.cache, stride=stride, kinds=kinds, row_limit=row_limit, counters=self.counters
+        )
+        self.restores: dict[Any, int] = {}
+        """Requests that have not read their hit yet: the slot that they hold locked."""
+        self.prompt_len: dict[Any, int] = {}
+        """Of each running request the tokens that it prefills (its earlier output included)."""
+        self.cache.truth_runtime = self
+
+    def admit(self, prompt: array = (), *, flush: bool = True, **options: Any) -> Any:
+        """As TreeDriver; the truth of the hit is locked from here to the first forward."""
+        req = super().admit(prompt, flush=False, **options)
+        self.prompt_len[req] = len(req.full_untruncated_fill_ids)
+        if req.prefix_len:
+            truth = self.cache.final_truth(req)
+            if truth is None:
+                raise Violation(f"{req.rid}: no truth at its prefix of {req.prefix_len} tokens")
+            lineage, slot = truth
+            self.cache.store.lock(slot)
+            self.cache.store.touch(lineage)
+            self.restores[req] = slot
+        if flush:
+            self.flush_loads()
+        return req
+
+    def forward(self, req: Any, end: int) -> None:
+        """One forward with this request alone: a chunk of its prompt, or a decode step."""
+        row = [(req, end)]
+        if self.computed[req] < self.prompt_len[req]:
+            self.launch(row)
+        else:
+            self.launch([], row)
+
+    def launch(
+        self,
+        extends: Sequence[tuple[Any, int]],
+        decodes: Sequence[tuple[Any, int]] = (),
+        room: int | None = None,
+    ) -> list[Wanted]:
+        """One forward: chunks up to the given ends, and steps of rows that decode, mixed if both.
+
+        A step that ends more than one token on stands for the steps in between, which end no page.
+        Returns what was captured. `room`: boundaries that fit into the device staging.
+        """
+        self.flush_loads()
+        rows = [*extends, *decodes]
+        for req, _ in rows:
+            self._read_hit(req)
+        # Rows of an extend forward are planned before it runs, of a decode forward after it.
+        planned = self._plan(extends, decodes, room) if extends else []
+        for req, end in rows:
+            self._compute(req, end)
+        if not extends:
+            planned = self._plan((), decodes, room)
+        for req, wanted in planned:
+            self._record(req, wanted.boundary // PAGE, wanted.slot)
+            self.planner.publish(wanted)
+        return [wanted for _, wanted in planned]
+
+    def decode_to(self, req: Any, end: int, token: int = 5000) -> None:
+        """Decode until `end` tokens have KV, one forward for each page that is completed."""
+        self.answer_up_to(req, end, token)
+        while self.computed[req] < end:
+            self.forward(req, min(end, (self.computed[req] // PAGE + 1) * PAGE))
+
+    def answer_up_to(self, req: Any, end: int, token: int) -> None:
+        """Give the request the output tokens whose KV a step up to `end` computes."""
+        missing = end - len(req.origin_input_ids) - len(req.output_ids)
+        req.output_ids.extend([token] * missing)
+        req.refresh_fill_ids()
+
+    def kept(self, req: Any) -> dict[int, Keep]:
+        """Boundaries (in pages) of the request's own pages that have truth, with their class."""
+        row, store = self.cache.rows.get(req), self.cache.store
+        slots = {row.base + i: store.lookup(own) for i, own in enumerate(row.ids, 1)}
+        return {page: store.slots.keep(slot) for page, slot in slots.items() if slot is not None}
+
+    def live_slots(self) -> list[int]:
+        """Slots of class LIVE."""
+        slots = self.cache.store.slots
+        return [s for s in slots.least_recent_first() if slots.keep(s) is Keep.LIVE]
+
+    # ---- what the cache calls
+
+    def forget(self, req: Any) -> None:
+        """The request gave its row back."""
+        self.planner.forget(req)
+        slot = self.restores.pop(req, None)
+        if slot is not None:
+            self.cache.store.unlock(slot)
+            self.counters.restore_dropped += 1
+
+    def flush(self) -> None:
+        """The tree is being reset."""
+        for req in list(self.restores):
+            self.forget(req)
+        self.planner.flush()
+
+    # ---- checks
+
+    def check(self) -> None:
+        """As TreeDriver; and every mark, lock, row and reservation belongs to a running request."""
+        super().check()
+        store, running = self.cache.store, self.running
+        newest = {lineage: req for req, kept in self.planner._newest.items() for _, lineage in kept}
+        for slot in self.live_slots():
+            if newest.get(store.slots.owner(slot)) not in running:
+                raise Violation(f"slot {slot} is LIVE and its request is not running")
+        for what, reqs in (
+            ("newest decode pages", self.planner._newest),
+            ("restores", self.restores),
+            ("healers", self.cache._healers.values()),
+        ):
+            if any(req not in running for req in reqs):
+                raise Violation(f"{what} of requests that are gone")
+        if len(self.cache.rows) != len(running) or None in map(self.cache.rows.get, running):
+            raise Violation("rows and running requests differ")
+        locked = {s for s in range(store.capacity) if store.slots.is_locked(s)}
+        if locked != set(self.restores.values()):
+            raise Violation(f"slots {locked} are locked for restores {self.restores}")
+        if store.slots.count(SlotState.RESERVED):
+            raise Violation("a slot is reserved by no forward")
+
+    # ---- internals
+
+    def _plan(
+        self,
+        extends: Sequence[tuple[Any, int]],
+        decodes: Sequence[tuple[Any, int]],
+        room: int | None,
+    ) -> list[tuple[Any, Wanted]]:
+        planned: list[tuple[Any, Wanted]] = []
+        for req, end in extends:
+            left = None if room is None else room - len(planned)
+            start, total = self.computed[req], self.prompt_len[req]
+            planned += [(req, w) for w in self.planner.prefill(req, start, end, total, left)]
+        for req, end in decodes:
+            wanted = self.planner.decode(req, end) if end % PAGE == 0 else None
+            if wanted is not None and room is not None and len(planned) >= room:
+                self.planner.discard(wanted)
+            elif wanted is not None:
+                planned.append((req, wanted))
+        return planned
+
+    def _check_hit(self, req: Any) -> None:
+        """Not at admission: the hit is read by the first forward."""
+
+    def _read_hit(self, req: Any) -> None:
+        slot = self.restores.pop(req, None)
+        if slot is None:
+            return
+        pages = self.prefix_pages(req)
+        if self.row_digest(req, pages).numpy().tobytes() not in self.true_of[slot]:
+            raise Violation(f"{req.rid}: row {self.row_stamps(req, pages)} is not what truth saw")
+        self.cache.store.unlock(slot)
+        self.stats["hits"] += 1
+        self.stats["hit_pages"] += pages
+
+    def _release(self, req: Any, *, checkpoint: bool) -> None:
+        self.prompt_len.pop(req)
+        super()._release(req, checkpoint=checkpoint)
+
+
+class FakeClock:
+    """Context: SGLang's tree takes the time of its accesses from here, from the same start each
+    time, and nodes are numbered from the same start; runs with the same steps are equal."""
+
+    def __enter__(self) -> FakeClock:
+        from sglang.srt.mem_cache.unified_cache import unified_tree_core
+        from sglang.srt.mem_cache.unified_cache.components import base
+
+        self._now = 0.0
+        node = unified_tree_core.UnifiedTreeNode
+        clock = "get_and_increase_time_counter"
+        patches = [(unified_tree_core, clock, self.tick), (base, clock, self.tick)]
+        patches.append((node, "counter", 0))
+        self._undo = [(target, name, getattr(target, name)) for target, name, _ in patches]
+        for target, name, value in patches:
+            setattr(target, name, value)
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for target, name, value in self._undo:
+            setattr(target, name, value)
+
+    def tick(self) -> float:
+        """The time, which never stands still."""
+        self._now += 1.0
+        return self._now
+
+    def pass_time(self, ticks: float) -> None:
+        """Let time go by between two accesses."""
+        self._now += ticks
 
 
 def digest(stamps: list[int]) -> torch.Tensor:

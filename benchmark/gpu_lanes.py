@@ -1,11 +1,17 @@
 """Capture and restore on a real GPU: right bytes with nothing but events in between, and no
 synchronisation of the device.
 
-Drives the shipped pipelines (capture.py, restore.py, transfer.StreamLane) over rings of the geometry
-of a 61-layer model, without SGLang: what a CPU cannot show is the ordering of real streams. Each
-round captures a chunk's boundaries, restores some of them at once into other rows (the copies are
-still in flight), reuses host slots that are being read, and overwrites the sources right behind.
-`torch.cuda.set_sync_debug_mode("error")` makes any synchronising call an exception meanwhile.
+Drives what is shipped over rings of the geometry of a 61-layer model, without SGLang: what a CPU
+cannot show is the ordering of real streams. `torch.cuda.set_sync_debug_mode("error")` makes any
+synchronising call an exception meanwhile. Three parts:
+
+* prefill (capture.py, restore.py, transfer.StreamLane): each round captures a chunk's boundaries,
+  restores some of them at once into other rows (the copies are still in flight), reuses host slots
+  that are being read, and overwrites the sources right behind;
+* decode (runtime.TruthRuntime itself): steps that complete 1, 8 and 32 pages, each captured from the
+  rings, which the next step overwrites right behind; what such a step costs, and one without a page;
+* the row race: a row is released while its gather is still queued, and its next owner clears its
+  state rows from another stream.
 
     PYTHONPATH=python python benchmark/gpu_lanes.py
 
@@ -17,23 +23,39 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
 from sglang_bitexact_hicache.capture import CapturePipeline
+from sglang_bitexact_hicache.checksum import section_checksums
 from sglang_bitexact_hicache.device_view import DeviceView
 from sglang_bitexact_hicache.gather import Source
 from sglang_bitexact_hicache.host_pool import TruthHostPools
 from sglang_bitexact_hicache.layout import POOLS, WINDOW_POOL
+from sglang_bitexact_hicache.lineage import ROOT, RowTable
 from sglang_bitexact_hicache.metrics import Counters
 from sglang_bitexact_hicache.restore import Restore, RestorePipeline
+from sglang_bitexact_hicache.runtime import TruthRuntime
 from sglang_bitexact_hicache.transfer import StreamLane
+from sglang_bitexact_hicache.truth import TruthStore
 
 PAGE = 256
 RATIOS = [0] + [4, 128] * 30
 ROWS = 32
 STATE_RING = 8
+BATCH = 256
+"""Requests of a decode step."""
+DECODED = (1, 8, 32)
+"""Pages that a measured decode step completes."""
+BYTES_PER_MS = 55e6
+"""One pinned copy between host and device, as measured on an H200: the floor of a transfer."""
+BUSY_CYCLES = 150_000_000
+"""A kernel that outlasts the launching of any step here: about 80 ms."""
 
 
 def make_view(device: torch.device) -> DeviceView:
@@ -171,33 +193,6 @@ def timed(bench: Bench, repeats: int) -> tuple[float, float, float]:
     return tuple(1e3 * sorted(x)[len(x) // 2] for x in (gather, whole, back))
 
 
-def main() -> int:
-    """See the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chunk", type=int, default=8192, help="tokens of one forward")
-    parser.add_argument("--rounds", type=int, default=40)
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("this needs a GPU that torch can use")
-        return 2
-    device = torch.device("cuda", 0)
-    bench = Bench(device, options.chunk)
-    run_rounds(bench, 2, 8)  # compile, allocate
-    wrong = run_rounds(bench, options.rounds, 12)
-    control = control_is_noticed(bench)
-    gather, whole, back = timed(bench, 15)
-    record = bench.view.layout.slot_bytes
-    print(
-        f"device={torch.cuda.get_device_name(0).replace(' ', '_')} torch={torch.__version__} "
-        f"boundaries={bench.boundaries} record_bytes={record} rounds={options.rounds} "
-        f"wrong_sections={wrong} control={int(control)} waves={bench.counters.restore_waves} "
-        f"gather_ms={gather:.2f} capture_ms={whole:.2f} "
-        f"capture_floor_ms={bench.boundaries * record / 55e6:.2f} restore8_ms={back:.2f} "
-        f"restore8_floor_ms={8 * record / 55e6:.2f}"
-    )
-    return 1 if wrong or not control else 0
-
-
 def control_is_noticed(bench: Bench) -> bool:
     """Without the event between a capture and its restore, the comparison must find it."""
     finish = bench.capture.finish
@@ -217,6 +212,322 @@ def control_is_noticed(bench: Bench) -> bool:
     finally:
         bench.capture.finish = finish
         torch.cuda.synchronize()
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """Any call that synchronises the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class RowCache:
+    """What TruthRuntime asks of its tree about requests that only decode: their pages and truth."""
+
+    aligned = None
+    track_junctions = False
+
+    def __init__(self, slots: int) -> None:
+        self.store = TruthStore(slots)
+        self.rows = RowTable(self.store.lineages)
+
+    def row_launched(self, req: Req, pages: int) -> None:
+        """See tree.BxCache."""
+        self.rows.get(req).upto(pages)
+
+    def row_lineage(self, req: Req, pages: int) -> int:
+        """See tree.BxCache."""
+        return self.rows.get(req).id_of(pages)
+
+
+@dataclass(eq=False)
+class Req:
+    """What TruthRuntime reads of a request that decodes."""
+
+    kv: SimpleNamespace
+    skip_radix_cache_insert: bool = False
+
+
+class DecodeBench:
+    """TruthRuntime over one view, and a batch of which the first `ROWS` requests have rows there.
+
+    All of these complete their pages together; the others are there because a step looks at them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.view = make_view(device)
+        # Two pages a request stay, whatever the next step captures.
+        self.pools = TruthHostPools(self.view.layout, 3 * ROWS, pin=True)
+        self.cache = RowCache(self.pools.slots)
+        self.runtime = TruthRuntime(
+            self.cache, self.view, self.pools, stride=1, chunk_tokens=8192, debug=False, pin=True
+        )
+        self.reqs = [
+            # Not in row order: a gather that ignored its slots would be found.
+            self.open(1 + i * 5 % ROWS) if i < ROWS else Req(SimpleNamespace(req_pool_idx=0))
+            for i in range(BATCH)
+        ]
+        self.pages = 0
+
+    def open(self, row: int) -> Req:
+        """A request in that row, with nothing computed."""
+        req = Req(SimpleNamespace(req_pool_idx=row))
+        self.cache.rows.open(req, ROOT, 0)
+        return req
+
+    def batch(self, count: int) -> SimpleNamespace:
+        """The step in which the first `count` requests complete their next page."""
+        lens = torch.full((BATCH,), self.pages * PAGE + 1)
+        lens[:count] = (self.pages + 1) * PAGE
+        mode = SimpleNamespace(is_extend=lambda: False, is_decode=lambda: True)
+        return SimpleNamespace(forward_mode=mode, reqs=self.reqs, seq_lens_cpu=lens)
+
+    def step(self, batch: SimpleNamespace) -> None:
+        """The feature's part of a decode step, on the current (forward) stream."""
+        with self.runtime.forward(batch):
+            pass
+        self.pages += 1
+
+    def slots(self, reqs: Sequence[Req]) -> list[int]:
+        """The host slots with the truth of the newest page of each."""
+        lineages = [self.cache.row_lineage(req, self.pages) for req in reqs]
+        return [self.cache.store.lookup(lineage) for lineage in lineages]
+
+    def ring_bytes(self, rows: Sequence[int]) -> dict[str, torch.Tensor]:
+        """A copy of what those rows hold at a boundary: pool -> uint8 ``[rows, sections, bytes]``.
+
+        Both ring sizes divide a page, so a boundary's positions are the last of the ring.
+        """
+        copies = {}
+        for pool in POOLS:
+            parts = [
+                torch.stack(
+                    [ring.buffer[(row + 1) * ring.size - n : (row + 1) * ring.size] for row in rows]
+                )
+                for ring in self.view.rings[pool]
+                for n in (ring.section.rows,)
+            ]
+            copies[pool] = torch.stack(parts, dim=1).flatten(2).view(torch.uint8)
+        return copies
+
+    def overwrite(self) -> None:
+        """New rows everywhere, on the current stream: what the next forward does, and more."""
+        for pool in POOLS:
+            for ring in self.view.rings[pool]:
+                ring.buffer.normal_()
+
+    def clear_states(self, row: int) -> None:
+        """`DeepSeekV4TokenToKVPool.clear_c4_req_states` for one row, on the current stream.
+
+        Less its index tensor: stock makes that from a list, which synchronises the stream and would
+        order by accident what is to be ordered by an event.
+        """
+        rows = slice(row * STATE_RING, (row + 1) * STATE_RING)
+        for pool in POOLS[1:]:
+            for ring in self.view.rings[pool]:
+                half = ring.buffer.shape[1] // 2
+                ring.buffer[rows, :half] = 0
+                ring.buffer[rows, half:] = float("-inf")
+
+    def wrong_sections(self, wanted: dict[str, torch.Tensor], slots: Sequence[int]) -> int:
+        """Sections of host records that differ from `wanted`, by bytes or by their checksum."""
+        wrong = 0
+        sums = torch.stack([self.pools.checksums(slot) for slot in slots]).to(self.view.device)
+        for pool, rows in wanted.items():
+            sections = self.view.layout.sections(pool)
+            first, last = sections[0], sections[-1]
+            host = self.pools.buffers[pool][slots, first.offset : last.offset + last.nbytes]
+            differ = (host.to(rows.device).view(rows.shape) != rows).any(dim=2)
+            for i, section in enumerate(sections):
+                differ[:, i] |= sums[:, section.index] != section_checksums(rows[:, i : i + 1])
+            wrong += int(differ.sum())
+        return wrong
+
+
+def decode_rounds(bench: DecodeBench, rounds: int, count: int) -> int:
+    """Pairs of steps that complete `count` pages each, the second right behind the first; sections
+    found different in the two pages of every request."""
+    wrong = 0
+    reqs = bench.reqs[:count]
+    rows = [req.kv.req_pool_idx for req in reqs]
+    for _ in range(rounds):
+        captured = []
+        with no_sync():
+            for _ in range(2):
+                wanted = bench.ring_bytes(rows)
+                bench.step(bench.batch(count))
+                bench.overwrite()
+                captured.append((wanted, bench.slots(reqs)))
+        bench.runtime.drain()
+        wrong += sum(bench.wrong_sections(*pair) for pair in captured)
+    return wrong
+
+
+def decode_timed(bench: DecodeBench, count: int, repeats: int) -> dict[str, float]:
+    """Medians, in ms, of a step that completes `count` pages.
+
+    `host`: until everything is launched; `stream`: what the forward stream spends, from an idle
+    device; `done`: until the host has the bytes. `busy_host` and `busy_stream`: the first two where
+    the device is still busy with earlier work, as under the overlap schedule: the host runs ahead,
+    and the stream waits for no launch.
+    """
+    taken: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        for prefix in ("", "busy_"):
+            batch = bench.batch(count)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            with no_sync():
+                if prefix:
+                    torch.cuda._sleep(BUSY_CYCLES)
+                begin.record()
+                start = time.perf_counter()
+                bench.step(batch)
+                host = time.perf_counter() - start
+                end.record()
+            bench.runtime.drain()
+            done = time.perf_counter() - start
+            end.synchronize()
+            taken.setdefault(f"{prefix}host", []).append(1e3 * host)
+            taken.setdefault(f"{prefix}stream", []).append(begin.elapsed_time(end))
+            if not prefix:
+                taken.setdefault("done", []).append(1e3 * done)
+    return {name: sorted(values)[repeats // 2] for name, values in taken.items()}
+
+
+def launches(work: Callable[[], None]) -> tuple[int, int]:
+    """Kernels and copies that `work` launches, by the profiler's record of the calls."""
+    activities = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activities.CPU, activities.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    calls = {entry.key: entry.count for entry in profile.key_averages()}
+    kernels = sum(n for key, n in calls.items() if key.startswith(("cudaLaunch", "cuLaunch")))
+    return kernels, sum(n for key, n in calls.items() if key.startswith("cudaMemcpy"))
+
+
+def quiet_step(bench: DecodeBench, repeats: int) -> tuple[float, float]:
+    """Host microseconds of a step that completes no page: the check alone, and all of ours."""
+    batch = bench.batch(0)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        (batch.seq_lens_cpu % PAGE == 0).nonzero().flatten().tolist()
+    middle = time.perf_counter()
+    for _ in range(repeats):
+        with bench.runtime.forward(batch):
+            pass
+    end = time.perf_counter()
+    return 1e6 * (middle - start) / repeats, 1e6 * (end - middle) / repeats
+
+
+class Race(NamedTuple):
+    """What `row_race` saw: rounds in which the gather was still queued, rounds with wrong bytes, and
+    the median ms for which the host was held by the copy that stock's clear begins with."""
+
+    queued: int
+    wrong: int
+    held_ms: float
+
+
+def row_race(bench: DecodeBench, rounds: int, *, wait: bool) -> Race:
+    """A row's next owner clears its states while the capture of its last page is queued behind a busy
+    forward stream. Without `wait` the runtime forgets the event of that gather."""
+    forward, schedule = torch.cuda.Stream(), torch.cuda.Stream()
+    queued = wrong = 0
+    held = []
+    for number in range(rounds):
+        row = 1 + number % ROWS
+        req = bench.open(row)
+        bench.reqs[0], running = req, bench.reqs[0]
+        gathered = torch.cuda.Event()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(schedule), no_sync():
+            with torch.cuda.stream(forward):
+                forward.wait_stream(schedule)
+                bench.overwrite()
+                wanted = bench.ring_bytes([row])
+                torch.cuda._sleep(BUSY_CYCLES)
+                bench.step(bench.batch(1))
+                gathered.record()
+            slots = bench.slots([req])
+            if not wait:
+                bench.runtime._row_read.clear()
+            bench.runtime.forget(req)
+            bench.clear_states(row)
+            queued += not gathered.query()
+        with torch.cuda.stream(schedule):
+            start = time.perf_counter()
+            torch.as_tensor([row], device=bench.view.device)
+            held.append(1e3 * (time.perf_counter() - start))
+        bench.runtime.drain()
+        wrong += bench.wrong_sections(wanted, slots) > 0
+        bench.cache.rows.drop(req)
+        bench.reqs[0] = running
+    return Race(queued, wrong, sorted(held)[rounds // 2])
+
+
+def decode_report(bench: DecodeBench, rounds: int) -> tuple[bool, dict[str, object]]:
+    """The decode part and the row race: whether all was right, and what was measured."""
+    decode_rounds(bench, 2, ROWS)  # compile, allocate
+    wrong = sum(decode_rounds(bench, rounds, count) for count in DECODED)
+    found: dict[str, object] = {"decode_rounds": rounds, "decode_wrong_sections": wrong}
+    for count in DECODED:
+        for name, value in decode_timed(bench, count, 15).items():
+            found[f"decode{count}_{name}_ms"] = f"{value:.2f}"
+        floor = count * bench.view.layout.slot_bytes / BYTES_PER_MS
+        found[f"decode{count}_floor_ms"] = f"{floor:.2f}"
+    check, step = quiet_step(bench, 5000)
+    found |= {"quiet_check_us": f"{check:.1f}", "quiet_step_us": f"{step:.1f}"}
+    row_race(bench, 1, wait=True)  # compile
+    race = row_race(bench, rounds, wait=True)
+    control = row_race(bench, 5, wait=False)
+    found |= {
+        "race_rounds": rounds,
+        "race_queued": race.queued,
+        "race_wrong_rounds": race.wrong,
+        "race_held_ms": f"{race.held_ms:.2f}",
+        "race_control": f"{control.wrong}/{control.queued}",
+        "race_control_held_ms": f"{control.held_ms:.2f}",
+    }
+    # Last: launches cost more in a process that has been profiled.
+    for count in DECODED:
+        kernels, copies = launches(lambda n=count: bench.step(bench.batch(n)))
+        found |= {f"decode{count}_kernels": kernels, f"decode{count}_copies": copies}
+    # A race in which the gather had already run would prove nothing.
+    raced = race.queued == rounds and control.wrong > 0
+    return raced and not wrong and not race.wrong, found
+
+
+def main() -> int:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens of one forward")
+    parser.add_argument("--rounds", type=int, default=40)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("this needs a GPU that torch can use")
+        return 2
+    device = torch.device("cuda", 0)
+    bench = Bench(device, options.chunk)
+    run_rounds(bench, 2, 8)  # compile, allocate
+    wrong = run_rounds(bench, options.rounds, 12)
+    control = control_is_noticed(bench)
+    gather, whole, back = timed(bench, 15)
+    record = bench.view.layout.slot_bytes
+    right, decode = decode_report(DecodeBench(device), options.rounds)
+    print(
+        f"device={torch.cuda.get_device_name(0).replace(' ', '_')} torch={torch.__version__} "
+        f"boundaries={bench.boundaries} record_bytes={record} rounds={options.rounds} "
+        f"wrong_sections={wrong} control={int(control)} waves={bench.counters.restore_waves} "
+        f"gather_ms={gather:.2f} capture_ms={whole:.2f} "
+        f"capture_floor_ms={bench.boundaries * record / BYTES_PER_MS:.2f} restore8_ms={back:.2f} "
+        f"restore8_floor_ms={8 * record / BYTES_PER_MS:.2f} "
+        + " ".join(f"{name}={value}" for name, value in decode.items())
+    )
+    return 0 if right and control and not wrong else 1
 
 
 if __name__ == "__main__":

@@ -292,6 +292,7 @@ def _case(
 CASES: dict[str, Case] = {
     "stride": _case("--hicache-swa-offload-page-stride", "0"),
     "tail_slots": _case("--hicache-swa-offload-tail-slots", "-1"),
+    "reuse_points": _case("--hicache-swa-offload-reuse-points", "grid,maybe"),
     "row_limit": _case(env={"SGLANG_SWA_HICACHE_STATE_STAGING_PAGES": "1"}),
     "aligned_chunk": _case(ALIGNED, "--chunked-prefill-size", "1000"),
     "aligned_mixed_chunk": _case(ALIGNED, *CHUNK, "--enable-mixed-chunk"),

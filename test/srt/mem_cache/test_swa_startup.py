@@ -531,6 +531,17 @@ def test_engaged_builds_our_cache_with_the_byte_side(model):
     seams.require_live(*seams.When)
 
 
+@pytest.mark.parametrize(("stride", "spacing"), [("1", 2), ("2", 2), ("3", 6)])
+def test_aligned_prefill_sizes_the_grid_for_what_it_can_reuse(model, stride, spacing):
+    server_args = resolve(model, (ALIGNED, *CHUNK, "--hicache-swa-offload-page-stride", stride))
+    publish(server_args)
+    options_seen = factory.plan_pools(build_context(server_args))
+    assert options_seen.stride == spacing
+    assert options_seen.sizing.grid_slots == -(-16 // spacing)
+    assert factory.aligned_rules(server_args, options_seen).chunk == 512
+    assert factory.aligned_rules(server_args, Options()) is None
+
+
 # ---- sizing
 
 

@@ -531,6 +531,7 @@ def test_engaged_builds_our_cache_with_the_byte_side(model):
     seams.require_live(*seams.When)
 
 
+@pytest.mark.usefixtures("_cpu")
 @pytest.mark.parametrize(("stride", "spacing"), [("1", 2), ("2", 2), ("3", 6)])
 def test_aligned_prefill_sizes_the_grid_for_what_it_can_reuse(model, stride, spacing):
     server_args = resolve(model, (ALIGNED, *CHUNK, "--hicache-swa-offload-page-stride", stride))

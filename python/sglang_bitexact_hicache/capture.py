@@ -7,7 +7,7 @@ launched queues one copy a pool and boundary to the host slot, on the capture la
 event that every reader of those host bytes waits on.
 
 A decode step is captured after its forward, when the rings hold the boundary's positions:
-`gather_rings` takes the place of the hooks.
+`gather_after` takes the place of `begin` and the hooks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from sglang_bitexact_hicache import checksum
 from sglang_bitexact_hicache.constants import STATE_ROWS, WINDOW
 from sglang_bitexact_hicache.device_view import DeviceView, Ring
 from sglang_bitexact_hicache.gather import Source, SpanGather
-from sglang_bitexact_hicache.layout import POOLS, WINDOW_POOL
+from sglang_bitexact_hicache.layout import POOLS
 from sglang_bitexact_hicache.pipeline import RecordPipeline
+from sglang_bitexact_hicache.ring_gather import open_ring_gather
 from sglang_bitexact_hicache.transfer import Event
 
 
@@ -33,10 +34,11 @@ class CapturePlan:
 
     sources: list[Source]
     staging: list[int]
-    window: SpanGather
-    state: SpanGather
     gathered: set[int]
     """Indices of the sections gathered so far; `finish` refuses a record with a hole."""
+    window: SpanGather | None = None
+    state: SpanGather | None = None
+    """How the hooks find a layer's rows; None where the forward is over."""
 
 
 class CapturePipeline(RecordPipeline):
@@ -46,24 +48,40 @@ class CapturePipeline(RecordPipeline):
         super().__init__(view, *args, **kwargs)
         for rings in view.rings.values():
             checksum.prepare(rings[0].section.nbytes, view.device)
+        self._ring_gather = open_ring_gather(view, self.staging, pin=self._pin)
 
     def begin(self, sources: Sequence[Source]) -> CapturePlan:
-        """Take staging for the boundaries of a forward (at most `staging.slots`).
+        """Take staging for the boundaries of a forward (at most `staging.slots`), before it runs.
 
         The current (forward) stream waits for older captures that still leave that staging.
         """
-        staging, busy = self.staging.take(len(sources))
-        for event in busy:
-            self._counters.staging_waits += not event.done()
-            event.wait()
-        spans = (
-            SpanGather(sources, rows, ring, staging, self._view.device, pin=self._pin)
+        plan = self._take_staging(sources)
+        plan.window, plan.state = (
+            SpanGather(sources, rows, ring, plan.staging, self._view.device, pin=self._pin)
             for rows, ring in (
                 (WINDOW, self._view.ring_size),
                 (STATE_ROWS, self._view.state_ring_size),
             )
         )
-        return CapturePlan(list(sources), staging, *spans, gathered=set())
+        return plan
+
+    def gather_after(self, sources: Sequence[Source]) -> CapturePlan:
+        """Take staging and queue every section's rows as the rings hold them now, after the forward.
+
+        Streams as `begin`. Whoever overwrites those ring rows from another stream waits on an event
+        recorded after this.
+        """
+        plan = self._take_staging(sources)
+        self._ring_gather.run(sources, plan.staging)
+        plan.gathered.update(range(self._view.layout.num_sections))
+        return plan
+
+    def _take_staging(self, sources: Sequence[Source]) -> CapturePlan:
+        staging, busy = self.staging.take(len(sources))
+        for event in busy:
+            self._counters.staging_waits += not event.done()
+            event.wait()
+        return CapturePlan(list(sources), staging, gathered=set())
 
     def gather_window(self, plan: CapturePlan, layer: int, chunk: torch.Tensor) -> None:
         """Queue one layer's window rows; `chunk` is the layer's K, bf16 ``[tokens, head_dim]``."""
@@ -73,19 +91,7 @@ class CapturePipeline(RecordPipeline):
         """Queue one layer's C4 or indexer state rows; `chunk` is fp32 ``[tokens, 4 * head_dim]``."""
         self._gather(plan, plan.state, ring, chunk)
 
-    def gather_rings(self, plan: CapturePlan) -> None:
-        """Queue every section's rows as the rings hold them now, after the forward.
-
-        Whoever overwrites those ring rows from another stream waits on an event recorded after this.
-        """
-        for pool, rings in self._view.rings.items():
-            span = plan.window if pool == WINDOW_POOL else plan.state
-            for ring in rings:
-                self._gather(plan, span, ring, None)
-
-    def _gather(
-        self, plan: CapturePlan, span: SpanGather, ring: Ring, chunk: torch.Tensor | None
-    ) -> None:
+    def _gather(self, plan: CapturePlan, span: SpanGather, ring: Ring, chunk: torch.Tensor) -> None:
         section = ring.section
         first = self._view.rings[section.pool][0].section.index
         span.run(

@@ -28,10 +28,15 @@ def _weights_on(words: int, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(_weights(words).view(np.int64)).to(device)
 
 
+def section_weights(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Weights of a section of `nbytes`: int64 ``[words]`` on the device, where `prepare` put them."""
+    return _weights_on(nbytes // 4, device)
+
+
 def prepare(nbytes: int, device: torch.device) -> None:
     """Put the weights for sections of `nbytes` on the device. At startup: it synchronises, which the
     first checksum of that size would otherwise do, on the forward path."""
-    _weights_on(nbytes // 4, device)
+    section_weights(nbytes, device)
 
 
 def section_checksums(rows: torch.Tensor) -> torch.Tensor:

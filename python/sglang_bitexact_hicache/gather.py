@@ -74,13 +74,16 @@ class SpanGather:
         self._count = len(sources)
         self._rows = rows
         self._staging = to_device(torch.tensor(list(staging), dtype=torch.int64), device, pin)
+        self._chunk = self._ring_rows = self._ring_into = None
+        ring_rows = ring_row(slot, ring, position).flatten()
+        if bool(in_ring.all()):
+            self._ring_rows = to_device(ring_rows, device, pin)
+            return
         self._chunk = to_device(chunk.clamp(min=0).flatten(), device, pin)
-        self._ring_rows: torch.Tensor | None = None
         if bool(in_ring.any()):
             which = in_ring.flatten().nonzero().flatten()
             self._ring_into = to_device(which, device, pin)
-            ring_rows = ring_row(slot, ring, position).flatten()[which]
-            self._ring_rows = to_device(ring_rows, device, pin)
+            self._ring_rows = to_device(ring_rows[which], device, pin)
 
     def run(
         self,
@@ -93,13 +96,13 @@ class SpanGather:
 
         Args:
             chunk: ``[tokens, row]``, the forward's rows; cast to the ring's dtype as the layer's own
-                store casts it (round to nearest). None after a forward, where the ring holds every
-                position (all sources have `chunk_start` at their boundary).
+                store casts it (round to nearest). Not looked at where the ring holds every position
+                (after a forward: all sources have `chunk_start` at their boundary).
             ring: ``[ring rows, row]``, read only where a span begins before the chunk.
             into: ``[staging slots, rows, row]``, a section of device staging.
             sums: int64 ``[staging slots]``, the section's checksums.
         """
-        if chunk is None:
+        if self._chunk is None:
             flat = ring.index_select(0, self._ring_rows)
         else:
             flat = chunk.index_select(0, self._chunk).to(into.dtype)

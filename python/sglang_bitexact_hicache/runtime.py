@@ -310,17 +310,17 @@ class TruthRuntime:
         On every other step this is one comparison of host integers. More boundaries than staging go
         in waves, of which the later ones wait, on the forward stream, for the copies of the earlier.
         """
-        full = (batch.seq_lens_cpu % PAGE_SIZE == 0).nonzero().flatten().tolist()
+        # NumPy over the same memory: a third of what torch takes for so few integers.
+        (full,) = (batch.seq_lens_cpu.numpy() % PAGE_SIZE == 0).nonzero()
         captures = []
-        for i in full:
+        for i in full.tolist():
             req, end = batch.reqs[i], int(batch.seq_lens_cpu[i])
             wanted = self.planner.decode(req, end)
             if wanted is not None:
                 captures.append(_Capture(Source(req.kv.req_pool_idx, end, 0, end), wanted))
         remaining = iter(captures)
         while wave := list(islice(remaining, self._capture.staging.slots)):
-            plan = self._capture.begin([c.source for c in wave])
-            self._capture.gather_rings(plan)
+            plan = self._capture.gather_after([c.source for c in wave])
             if self._checks is not None:
                 self._checks.note_rings(plan)
             self._finish_capture(plan, wave)

@@ -33,6 +33,7 @@ class DeviceStaging:
         self.slots = slots
         self.buffers: dict[str, torch.Tensor] = {}
         self._rows: dict[str, list[torch.Tensor]] = {}
+        self._words: dict[str, torch.Tensor] = {}
         for pool in POOLS:
             skip = HOST_HEADER_BYTES if pool == WINDOW_POOL else 0
             nbytes = layout.record_bytes(pool) - skip
@@ -46,11 +47,14 @@ class DeviceStaging:
             self.buffers[pool] = buffer
             name = layout.window_dtype if pool == WINDOW_POOL else layout.state_dtype
             dtype = getattr(torch, name)
+            sections = layout.sections(pool)
+            start, end = sections[0].offset, sections[-1].offset + sections[-1].nbytes
+            self._words[pool] = buffer[:, start - skip : end - skip].view(torch.int32)
             self._rows[pool] = [
                 buffer[:, s.offset - skip : s.offset - skip + s.nbytes]
                 .view(dtype)
                 .unflatten(1, (s.rows, -1))
-                for s in layout.sections(pool)
+                for s in sections
             ]
         self.checksums = self.buffers[WINDOW_POOL][:, : CHECKSUM_BYTES * layout.num_sections].view(
             torch.int64
@@ -72,6 +76,10 @@ class DeviceStaging:
         """One section's rows of every staging slot: ``[slots, rows, row]`` of the rings' dtype, a
         view. `section` counts within the pool."""
         return self._rows[pool][section]
+
+    def words(self, pool: str) -> torch.Tensor:
+        """All sections' rows of a pool as int32 ``[staging slots, words]``, a view."""
+        return self._words[pool]
 
     def take(self, count: int) -> tuple[list[int], list[Event]]:
         """`count` staging slots, longest unused first, and the events of copies that still use them.

@@ -21,6 +21,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import broken_rules
 import pytest
 from bitexact_fixtures import (
     PAGE,
@@ -41,11 +42,9 @@ from hypothesis.stateful import (
 )
 from tree_driver import FakeClock, PlannedDriver, Violation
 
-from sglang_bitexact_hicache import healing, planner, tree
-from sglang_bitexact_hicache.lineage import LineageError, Row, RowTable
-from sglang_bitexact_hicache.policy import ALL_KINDS, Keep, Kind
+from sglang_bitexact_hicache.lineage import LineageError
+from sglang_bitexact_hicache.policy import ALL_KINDS, NEWEST_DECODE, Keep, Kind
 from sglang_bitexact_hicache.slots import SlotError
-from sglang_bitexact_hicache.truth import TruthStore
 
 DEFAULT_EXAMPLES = 400
 EXAMPLES = int(os.environ.get("BITEXACT_LIFETIME_EXAMPLES", DEFAULT_EXAMPLES))
@@ -394,7 +393,7 @@ class Lifetime(RuleBasedStateMachine):
         self.driver.check()
         for req in self.driver.running:
             held = self.cache.row_truths(req)
-            if self.row_limit is not None and held > self.row_limit + planner.NEWEST_DECODE:
+            if self.row_limit is not None and held > self.row_limit + NEWEST_DECODE:
                 raise Violation(f"{req.rid} holds {held} slots before a node owns them")
             if self.driver.kept(req) and req.skip_radix_cache_insert:
                 raise Violation(f"{req.rid} is never cached and holds slots")
@@ -762,122 +761,25 @@ def test_no_order_of_lives_and_deaths_breaks_anything():
 # ---- controls: the machine finds a broken rule
 
 
-def _marks_of_finished_requests_stay(patch):
-    patch(planner.CapturePlanner, "forget", lambda self, req: self._newest.pop(req, None))
-
-
-def _truth_of_an_aborted_request_stays(patch):
-    def close(self):
-        self.ids, self.parents = [], []
-
-    patch(Row, "close", close)
-
-
-def _row_from_before_a_retraction_is_read_on(patch):
-    opened, dropped = RowTable.open, RowTable.drop
-    patch(RowTable, "drop", lambda self, req: dropped(self, req) if req.finished() else None)
-    patch(
-        RowTable,
-        "open",
-        lambda self, req, tail, base: self.get(req) or opened(self, req, tail, base),
-    )
-
-
-def _marks_outlive_a_flush(patch):
-    patch(planner.CapturePlanner, "flush", lambda self: None)
-    patch(planner.CapturePlanner, "forget", lambda self, req: None)
-
-
-def _slot_of_a_waiting_hit_is_not_locked(patch):
-    patch(TruthStore, "lock", lambda self, slot: None)
-    patch(TruthStore, "unlock", lambda self, slot: None)
-
-
-def _interior_truth_moves(patch):
-    settled = tree.BxCache.insert_settled
-
-    def careless(self, req, *, inserted, finished):
-        row = self.rows.get(req)
-        own = [] if row is None else list(zip(range(row.base, row.pages), row.ids, strict=True))
-        base = req.kv.cache_protected_len // PAGE
-        if inserted and own:
-            self._rehang(req.last_node)
-            path = [self.copies.of(node.id).dev.ids for node in self._path(req.last_node)]
-            kept = [lineage for ids in path for lineage in ids]
-            for page, lineage in own:
-                if page < base:
-                    self.store.move(lineage, kept[page])
-        settled(self, req, inserted=inserted, finished=finished)
-
-    patch(tree.BxCache, "insert_settled", careless)
-
-
-def _truth_moves_after_another_forward(patch):
-    settled = tree.BxCache.insert_settled
-
-    def careless(self, req, **how):
-        allocated = req.kv.kv_allocated_len
-        req.kv.kv_allocated_len = req.kv.cache_protected_len
-        settled(self, req, **how)
-        req.kv.kv_allocated_len = allocated
-
-    patch(tree.BxCache, "insert_settled", careless)
-
-
-def _mended_pages_keep_their_truth(patch):
-    def same_ids(copy, kept, previous, mint):
-        return tree.Copy(copy.ids, (previous, *copy.ids[:-1]))
-
-    patch(healing, "_chained", same_ids)
-
-
-def _page_in_flight_at_a_checkpoint_keeps_its_truth(patch):
-    def rebase(self, tail, base):
-        gone = self.ids[: base - self.base]
-        del self.ids[: len(gone)]
-        del self.parents[: len(gone)]
-        self.tail, self.base = tail, base
-        if self.ids:
-            self.parents[0] = tail
-        self._lineages.release(gone)
-
-    patch(Row, "rebase", rebase)
-
-
-def _no_second_look_before_a_load_back(patch):
-    patch(tree.BxCache, "init_load_back", tree.UnifiedRadixCache.init_load_back)
-
-
-def _truth_without_a_chain(patch):
-    def step(self, copy, pages):
-        self._pages += pages
-        found = copy is not None and copy.last_id in self._truth
-        self.best = self._pages if found else self.best
-        return found
-
-    patch(tree.Walk, "step", step)
-    patch(tree, "chain_end", lambda copies: [tree.ROOT, *(c.last_id for c in copies)][-1])
-
-
 BROKEN_BOOKS = (
-    _marks_of_finished_requests_stay,
-    _truth_of_an_aborted_request_stays,
-    _row_from_before_a_retraction_is_read_on,
-    _marks_outlive_a_flush,
+    broken_rules.marks_of_finished_requests_stay,
+    broken_rules.truth_of_an_aborted_request_stays,
+    broken_rules.row_from_before_a_retraction_is_read_on,
+    broken_rules.marks_outlive_a_flush,
 )
 BROKEN_PAIRINGS = (
-    _slot_of_a_waiting_hit_is_not_locked,
-    _interior_truth_moves,
-    _truth_moves_after_another_forward,
-    _mended_pages_keep_their_truth,
-    _page_in_flight_at_a_checkpoint_keeps_its_truth,
-    _no_second_look_before_a_load_back,
-    _truth_without_a_chain,
+    broken_rules.slot_of_a_waiting_hit_is_not_locked,
+    broken_rules.interior_truth_moves,
+    broken_rules.truth_moves_after_another_forward,
+    broken_rules.mended_pages_keep_their_truth,
+    broken_rules.page_in_flight_at_a_checkpoint_keeps_its_truth,
+    broken_rules.no_second_look_before_a_load_back,
+    broken_rules.truth_without_a_chain,
 )
 
 
 def _name(broken) -> str:
-    return broken.__name__.strip("_").replace("_", " ")
+    return broken.__name__.replace("_", " ")
 
 
 @pytest.mark.parametrize("broken", BROKEN_BOOKS, ids=_name)

@@ -23,6 +23,7 @@ from sglang_bitexact_hicache.policy import (
     NEWEST_DECODE,
     Keep,
     Kind,
+    dearest_first,
     most_wanted,
     on_grid,
     prefill_points,
@@ -101,8 +102,8 @@ class CapturePlanner:
         if room is not None and len(kept) > room:
             self._counters.capture_over_staging += len(kept) - room
             kept = most_wanted(kept, room)
-        wanted = (self._reserve(req, boundary, keep) for boundary, keep in kept)
-        return [w for w in wanted if w is not None]
+        wanted = (self._reserve(req, boundary, keep) for boundary, keep in dearest_first(kept))
+        return sorted((w for w in wanted if w is not None), key=lambda w: w.boundary)
 
     def decode(self, req: Any, boundary: int) -> Wanted | None:
         """Mint the page that a decode step completes at `boundary` tokens and reserve its slot.

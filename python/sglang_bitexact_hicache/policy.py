@@ -118,7 +118,10 @@ def most_wanted(points: list[ReusePoint], room: int) -> list[ReusePoint]:
 
     Deepest, because of two truths on one path the deeper one saves more.
     """
-    if len(points) <= room:
-        return points
-    dearest = sorted(points, key=lambda p: (p.keep, p.boundary), reverse=True)[: max(room, 0)]
-    return sorted(dearest)
+    return sorted(dearest_first(points)[: max(room, 0)])
+
+
+def dearest_first(points: list[ReusePoint]) -> list[ReusePoint]:
+    """The points in the order in which they take slots, so that none waits behind a lesser one of its
+    own forward, whose reserved slot nothing can displace."""
+    return sorted(points, key=lambda p: (p.keep, p.boundary), reverse=True)

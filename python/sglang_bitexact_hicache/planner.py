@@ -105,23 +105,26 @@ class CapturePlanner:
         wanted = (self._reserve(req, boundary, keep) for boundary, keep in dearest_first(kept))
         return sorted((w for w in wanted if w is not None), key=lambda w: w.boundary)
 
-    def decode(self, req: Any, boundary: int) -> Wanted | None:
+    def decode(self, req: Any, boundary: int, room: int | None = None) -> Wanted | None:
         """Mint the page that a decode step completes at `boundary` tokens and reserve its slot.
 
-        None where decode boundaries are switched off and it is not on the grid, or no slot is to be
-        had, or the page will not enter the tree. The caller must `publish` or `discard` the result.
+        None where decode boundaries are switched off and it is not on the grid, or no slot or staging
+        (`room`, as in `prefill`) is to be had, or the page will not enter the tree: then the request's
+        older pages stay as they are. The caller must `publish` or `discard` the result.
         """
         self.cache.row_launched(req, boundary // PAGE_SIZE)
         if req.skip_radix_cache_insert or self.cache.aligned is not None:
             return None
-        if Kind.DECODE in self._kinds:
-            wanted = self._reserve(req, boundary, Keep.LIVE)
-            if wanted is not None:
-                self._renew(req, boundary, wanted.lineage)
-            return wanted
-        if Kind.GRID in self._kinds and on_grid(boundary, self._stride):
-            return self._reserve(req, boundary, Keep.GRID)
-        return None
+        live = Kind.DECODE in self._kinds
+        if not live and not (Kind.GRID in self._kinds and on_grid(boundary, self._stride)):
+            return None
+        if room is not None and room < 1:
+            self._counters.capture_over_staging += 1
+            return None
+        wanted = self._reserve(req, boundary, Keep.LIVE if live else Keep.GRID)
+        if live and wanted is not None:
+            self._renew(req, boundary, wanted.lineage)
+        return wanted
 
     def publish(self, wanted: Wanted) -> bool:
         """The forward is launched: the page has truth, unless it died or has one already."""

@@ -295,14 +295,8 @@ class TruthRuntime:
     def _plan_decoded(self, req: Any, end: int, room: int) -> list[Wanted]:
         if end % PAGE_SIZE:
             return []
-        wanted = self.planner.decode(req, end)
-        if wanted is None:
-            return []
-        if room < 1:
-            self.counters.capture_over_staging += 1
-            self.planner.discard(wanted)
-            return []
-        return [wanted]
+        wanted = self.planner.decode(req, end, room)
+        return [] if wanted is None else [wanted]
 
     def _capture_decoded(self, batch: Any) -> None:
         """Capture the pages that a decode step completed, from the rings, after its forward.

@@ -655,10 +655,9 @@ class PlannedDriver(TreeDriver):
             start, total = self.computed[req], self.prompt_len[req]
             planned += [(req, w) for w in self.planner.prefill(req, start, end, total, left)]
         for req, end in decodes:
-            wanted = self.planner.decode(req, end) if end % PAGE == 0 else None
-            if wanted is not None and room is not None and len(planned) >= room:
-                self.planner.discard(wanted)
-            elif wanted is not None:
+            left = None if room is None else room - len(planned)
+            wanted = self.planner.decode(req, end, left) if end % PAGE == 0 else None
+            if wanted is not None:
                 planned.append((req, wanted))
         return planned
 

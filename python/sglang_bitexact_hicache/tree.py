@@ -77,7 +77,7 @@ class Junction(NamedTuple):
     """Where a prompt stops following a cached path, with no truth there (policy.py)."""
 
     tokens: int
-    """The deepest whole page of the path (aligned prefill: whole chunk), as a length in tokens."""
+    """The deepest whole page of the path, as a length in tokens."""
     node: int
     """The deepest tree node of the path."""
 
@@ -360,14 +360,12 @@ class BxCache(UnifiedRadixCache):
         """Where the request follows cached pages that it has to compute again, and will leave them.
 
         From its last match; None once its row has passed the junction, or where all that the cache
-        holds of the prompt could be reused.
+        holds of the prompt could be reused. With aligned prefill the last whole chunk of the path.
         """
         found = self._junctions.get(req)
-        if found is None:
-            return None
-        row = self.rows.get(req)
-        reached = req.prefix_len if row is None else row.base * self._page_size
-        return found if found.tokens > reached else None
+        if found is not None and self.aligned is not None:
+            found = found._replace(tokens=self.aligned.whole(found.tokens))
+        return found if found is not None and found.tokens > self._reached(req) else None
 
     def healer(self, junction: Junction) -> Req | None:
         """The running request that is on its way to this junction with a chunk that will end there,
@@ -461,10 +459,14 @@ class BxCache(UnifiedRadixCache):
         and whatever hangs on the one is lost when the other is used. The request's next forward is a
         prefill chunk (a junction lies before the prompt's end), and SGLang starts queued loads when it
         forms that batch, which waits for them.
+
+        With aligned prefill a chunk may end beyond the path that it follows. It joins what there is.
         """
-        junction = self.junction(req)
-        if junction is not None and up_to <= junction.tokens and not req.finished():
-            self._load_path_back(junction, up_to)
+        path = self._junctions.get(req)
+        if path is not None and path.tokens > self._reached(req) and not req.finished():
+            chunks_to_come = up_to < len(req.full_untruncated_fill_ids)
+            if up_to <= path.tokens or (self.aligned is not None and chunks_to_come):
+                self._load_path_back(path, up_to)
         super().checkpoint_into_tree(req, up_to=up_to, **options)
 
     def swa_reprefill_tail_tokens(self, req: Req | None = None) -> int:
@@ -649,12 +651,15 @@ class BxCache(UnifiedRadixCache):
 
     def _note_junction(self, req: Req, result: MatchResult, best_pages: int) -> None:
         reach = result.full_kv_hit_length
-        if self.aligned is not None:
-            reach = self.aligned.whole(reach)
         if self.track_junctions and reach > best_pages * self._page_size:
             self._junctions[req] = Junction(reach, result.last_visited_node_id)
         else:
             self._junctions.pop(req, None)
+
+    def _reached(self, req: Req) -> int:
+        """Tokens of the request's row that are the tree's, or will be once it has a row."""
+        row = self.rows.get(req)
+        return req.prefix_len if row is None else row.base * self._page_size
 
     def _no_longer_healing(self, req: Req) -> None:
         for node in [node for node, healer in self._healers.items() if healer is req]:

@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 def split_of(rows: int) -> int:
     """Parts into which a product over so many rows cuts its sums, as a split-K heuristic chooses."""
-    return -(-rows // 64)
+    return -(-rows // 128)
 
 
 @contextmanager

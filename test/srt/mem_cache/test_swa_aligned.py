@@ -115,8 +115,8 @@ def unaligned(scheduler_process):
 def traces() -> dict[str, list[tuple[list[int], int]]]:
     """Prompts served one after another, and what of each is reused with the option."""
     base = prompt(700, 1300)
-    stem = prompt(701, 700)
-    forks = [[*stem, *prompt(702, 600)], [*stem, *prompt(703, 800)]]
+    stem = prompt(701, 800)
+    forks = [[*stem, *prompt(702, 300)], [*stem, *prompt(703, 400)]]
     edited = [*base[:1100], base[1100] ^ 1, *base[1101:]]
     longer = [*base, *prompt(704, 600)]
     return {
@@ -262,6 +262,11 @@ def test_a_retracted_request_is_a_longer_prompt(aligned):
     assert hit.cached == 1024
     assert hit.ids == alone.ids
     assert hit.logprobs == alone.logprobs
+
+
+def test_an_abort_between_chunks_leaves_nothing(aligned):
+    first, later = aligned.run(scenarios.abort_in_flight, prompt(752, 1200))
+    assert later.same_answer(first)
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])

@@ -110,11 +110,6 @@ def page_in_flight_at_a_checkpoint_keeps_its_truth(patch: Patch) -> None:
     patch(Row, "rebase", rebase)
 
 
-def no_second_look_before_a_load_back(patch: Patch) -> None:
-    """What was matched is loaded back whatever became of the path meanwhile."""
-    patch(tree.BxCache, "init_load_back", tree.UnifiedRadixCache.init_load_back)
-
-
 def truth_without_a_chain(patch: Patch) -> None:
     """A hit ends wherever there is truth."""
 

@@ -13,6 +13,7 @@ forward, because from that row the writer went on. Every other pairing of KV and
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import random
 from array import array
@@ -411,6 +412,10 @@ class TreeDriver:
             raise Violation("device pages leaked")
         if self.cache.store.in_use() or self.cache.store.lineages.references():
             raise Violation("truth slots or lineages leaked")
+
+    def close(self) -> None:
+        """Let the cache go: SGLang's hook for the end of the process would keep its pools till then."""
+        atexit.unregister(self.cache.shutdown)
 
     # ---- internals
 

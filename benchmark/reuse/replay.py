@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -196,4 +197,6 @@ def replay_all(jobs: Iterable[Job], processes: int) -> Iterator[Result]:
 
 def _work(job: Job) -> Result:
     with world.quiet_cpu_hicache():
-        return replay(job, load(job.trace))
+        result = replay(job, load(job.trace))
+    gc.collect()  # a cache and its components refer to each other
+    return result

@@ -29,10 +29,10 @@ class NotingStore(TruthStore):
             self._evicted.add(self._last_owner[slot])
         return slot
 
-    def publish(self, lineage: int, slot: int, keep: Keep = Keep.POINT) -> bool:
+    def publish(self, lineage: int, slot: int, keep: Keep = Keep.POINT, worth: int = 1) -> bool:
         """As the base class."""
         self._last_owner[slot] = lineage
-        return super().publish(lineage, slot, keep)
+        return super().publish(lineage, slot, keep, worth)
 
     def move(self, old: int, new: int) -> bool:
         """As the base class."""

@@ -128,7 +128,7 @@ class StrictArm:
             raise RuntimeError(f"request {req.rid}: a hit of {req.prefix_len} tokens without truth")
         lineage, slot = truth
         self._cache.store.lock(slot)
-        self._cache.store.touch(lineage)
+        self._planner.hit(req, lineage)
         self._restoring.append(slot)
 
     def prefilled(self, chunks: list[tuple[Any, int, int]]) -> None:

@@ -226,7 +226,7 @@ def after_add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
         default=None,
         metavar="SLOTS",
         help="Host slots for boundaries off the grid, such as the ends of prompts (default: 2 for "
-        f"each request row plus 1 for every 16 full host pages). Only with {ENV_FLAG}=1. "
+        f"each request row plus 1 for every 6 host pages off the grid). Only with {ENV_FLAG}=1. "
         f"Environment: {ENV_TAIL}.",
     )
     group.add_argument(

@@ -11,12 +11,13 @@ Scheduler thread only; from host integers that are equal on all ranks.
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sglang_bitexact_hicache.constants import PAGE_SIZE
+from sglang_bitexact_hicache.lineage import UNKNOWN
 from sglang_bitexact_hicache.metrics import Counters
 from sglang_bitexact_hicache.policy import (
     DEFAULT_KINDS,
@@ -28,6 +29,7 @@ from sglang_bitexact_hicache.policy import (
     on_grid,
     prefill_points,
 )
+from sglang_bitexact_hicache.slots import SlotState
 
 if TYPE_CHECKING:
     from sglang_bitexact_hicache.tree import BxCache
@@ -37,12 +39,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Wanted:
-    """One boundary (tokens) that a forward captures: its page's lineage, its slot, its class."""
+    """One boundary (tokens) that a forward captures: its page's lineage, its slot, how dearly that is
+    held, and the pages that would be computed again without it."""
 
     boundary: int
     lineage: int
     slot: int
     keep: Keep
+    worth: int
+
+
+@dataclass
+class _Trail:
+    """The points of one running request, for which it holds no lock: truths may be gone."""
+
+    base: int = 0
+    """Pages up to the deepest point above that others use as well."""
+    came_from: int = UNKNOWN
+    """Lineage of its hit."""
+    prompt: list[int] = field(default_factory=list)
+    """Lineages of its prompt's points, shallowest first."""
+    newest: deque[tuple[int, int]] = field(default_factory=deque)
+    """Its newest decode boundaries with truth: (boundary, lineage)."""
 
 
 class CapturePlanner:
@@ -71,9 +89,18 @@ class CapturePlanner:
         self._kinds = kinds
         self._row_limit = row_limit
         self._counters = counters
-        # Per running request, its newest decode boundaries with truth: (boundary, lineage).
-        self._newest: dict[Any, deque[tuple[int, int]]] = {}
+        self._trails: defaultdict[Any, _Trail] = defaultdict(_Trail)
         cache.track_junctions = Kind.JUNCTION in kinds
+
+    def hit(self, req: Any, lineage: int) -> None:
+        """The request resumes at its final `prefix_len` from this page's truth."""
+        slots, slot = self.store.slots, self.store.lookup(lineage)
+        trail = self._trails[req]
+        # A point that nobody else used hangs, for its worth, on the one above it.
+        below = 0 if slots.uses(slot) else slots.worth(slot)
+        trail.base = max(0, req.prefix_len // PAGE_SIZE - below)
+        trail.came_from = lineage
+        self.store.touch(lineage)
 
     def prefill(
         self, req: Any, start: int, end: int, prompt_len: int, room: int | None = None
@@ -93,6 +120,7 @@ class CapturePlanner:
             prompt_len,
             self._stride,
             junction=0 if junction is None else junction.tokens,
+            parts=junction is not None and junction.parts,
             kinds=self._kinds,
             unit=PAGE_SIZE if self.cache.aligned is None else self.cache.aligned.chunk,
         )
@@ -103,7 +131,12 @@ class CapturePlanner:
             self._counters.capture_over_staging += len(kept) - room
             kept = most_wanted(kept, room)
         wanted = (self._reserve(req, boundary, keep) for boundary, keep in dearest_first(kept))
-        return sorted((w for w in wanted if w is not None), key=lambda w: w.boundary)
+        found = sorted((w for w in wanted if w is not None), key=lambda w: w.boundary)
+        points = [w.lineage for w in found if w.keep is Keep.POINT]
+        if points:
+            self._pass(req)
+            self._trails[req].prompt += points
+        return found
 
     def decode(self, req: Any, boundary: int, room: int | None = None) -> Wanted | None:
         """Mint the page that a decode step completes at `boundary` tokens and reserve its slot.
@@ -123,12 +156,13 @@ class CapturePlanner:
             return None
         wanted = self._reserve(req, boundary, Keep.LIVE if live else Keep.GRID)
         if live and wanted is not None:
+            self._pass(req)
             self._renew(req, boundary, wanted.lineage)
         return wanted
 
     def publish(self, wanted: Wanted) -> bool:
         """The forward is launched: the page has truth, unless it died or has one already."""
-        published = self.store.publish(wanted.lineage, wanted.slot, wanted.keep)
+        published = self.store.publish(wanted.lineage, wanted.slot, wanted.keep, wanted.worth)
         if published:
             self._counters.captured += 1
         else:
@@ -140,16 +174,24 @@ class CapturePlanner:
         self.store.discard(wanted.slot)
 
     def forget(self, req: Any) -> None:
-        """The request gave its row back: what it kept as its newest is held like any other point.
+        """The request gave its row back: the deepest point that it left is where it would go on; those
+        before it, and the one that it came from, it has passed.
 
-        Of an aborted or retracted request there is nothing left to hold: its pages are dead.
+        Of a retracted request nothing is left: its pages are dead.
         """
-        for _, lineage in self._newest.pop(req, ()):
-            self.store.reclass(lineage, Keep.POINT)
+        trail = self._trails.pop(req, None)
+        if trail is None:
+            return
+        left = [*trail.prompt, *(lineage for _, lineage in trail.newest)]
+        left = [lineage for lineage in left if lineage in self.store]
+        if left:
+            self.store.reclass(left[-1], Keep.POINT)
+            for lineage in (trail.came_from, *left[:-1]):
+                self.store.passed(lineage)
 
     def flush(self) -> None:
         """The tree was reset."""
-        self._newest.clear()
+        self._trails.clear()
 
     # ---- internals
 
@@ -158,9 +200,22 @@ class CapturePlanner:
             return None
         return max(0, self._row_limit - self.cache.row_truths(req))
 
+    def _pass(self, req: Any) -> None:
+        """The request has a deeper point now than its hit and its prompt's."""
+        trail = self._trails[req]
+        for lineage in (trail.came_from, *trail.prompt):
+            self.store.passed(lineage)
+
+    def _release_spares(self) -> None:
+        """The older of two newest decode pages is there in case the newer one's step is thrown away. Once
+        tokens behind the newer one are accepted that cannot be."""
+        for req, trail in self._trails.items():
+            if len(trail.newest) == NEWEST_DECODE and req.seqlen > trail.newest[-1][0]:
+                self.store.passed(trail.newest[0][1])
+
     def _renew(self, req: Any, boundary: int, lineage: int) -> None:
         """A new decode boundary: the third newest is kept only as far as the grid and the limit do."""
-        newest = self._newest.setdefault(req, deque())
+        newest = self._trails[req].newest
         newest.append((boundary, lineage))
         if len(newest) <= NEWEST_DECODE:
             return
@@ -172,14 +227,21 @@ class CapturePlanner:
             self.store.supersede(old_lineage)
 
     def _reserve(self, req: Any, boundary: int, keep: Keep) -> Wanted | None:
+        if not self.store.slots.count(SlotState.FREE):
+            self._release_spares()
         slot = self.store.reserve(keep)
         if slot is None:
             if keep is not Keep.FILL:
                 self._counters.capture_no_slot += 1
                 self._warn_of_full_pool()
             return None
-        lineage = self.cache.row_lineage(req, boundary // PAGE_SIZE)
-        return Wanted(boundary, lineage, slot, keep)
+        pages = boundary // PAGE_SIZE
+        lineage = self.cache.row_lineage(req, pages)
+        # What nobody has a reason to come back to yet is held by age alone.
+        worth = pages - self._trails[req].base if keep > Keep.GRID else 1
+        if keep is Keep.USED:
+            self._trails[req].base = pages
+        return Wanted(boundary, lineage, slot, keep, worth)
 
     def _warn_of_full_pool(self) -> None:
         """One line at the first, second, fourth, ... boundary that found no slot."""

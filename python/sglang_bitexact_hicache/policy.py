@@ -44,16 +44,34 @@ NEWEST_DECODE = 2
 
 
 class Keep(IntEnum):
-    """How dearly a slot is held: the lowest class present gives up its least recently used first."""
+    """How dearly a slot is held; EVICTION_ORDER says what that means."""
 
     FILL = 0
     """Captured because there was room; nobody has used it."""
     GRID = 1
     """On the grid; nobody has used it."""
-    POINT = 2
-    """A prompt point, a junction, a decode page, or anything that a hit has used."""
-    LIVE = 3
+    PASSED = 2
+    """Its request, or the one request that used it, has a deeper point: only an edit comes back."""
+    POINT = 3
+    """Where a conversation would go on: the deepest point that a request left."""
+    USED = 4
+    """Where prompts are known to part, or what the hits of several requests used."""
+    LIVE = 5
     """One of the newest decode pages of a request that still runs."""
+
+
+EVICTION_ORDER: tuple[tuple[Keep, ...], ...] = (
+    (Keep.FILL,),
+    (Keep.GRID,),
+    (Keep.PASSED, Keep.POINT, Keep.USED),
+    (Keep.LIVE,),
+)
+"""The first group that has a slot to give gives it. Within a group goes the slot that was unused for
+longest, in proportion to its worth (the pages that would be computed again without it) and to its class's
+WEIGHT: a popular stem is not lost to a crowd of answers, nor a long conversation to short ones."""
+
+WEIGHT: dict[Keep, float] = dict.fromkeys(Keep, 1.0) | {Keep.PASSED: 1 / 8, Keep.USED: 8.0}
+"""Chosen by measurement (docs/reuse.md)."""
 
 
 class ReusePoint(NamedTuple):
@@ -77,6 +95,7 @@ def prefill_points(
     stride: int,
     *,
     junction: int = 0,
+    parts: bool = False,
     kinds: Container[Kind] = DEFAULT_KINDS,
     unit: int = PAGE_SIZE,
 ) -> list[ReusePoint]:
@@ -85,21 +104,20 @@ def prefill_points(
     Args:
         stride: of the grid, in pages and at least 1 (refused at startup otherwise).
         junction: the request's junction in tokens, 0 for none.
+        parts: whether the cached path goes on beyond the junction, without this prompt.
         kinds: the kinds of reuse point that are switched on.
         unit: tokens of which every boundary has to be a multiple: a page, or more (aligned.py).
     """
     if stride < 1:
         raise ValueError(f"stride must be at least 1 page, got {stride}")
-    wanted: set[int] = set()
-    if Kind.PROMPT in kinds:
-        wanted |= prompt_points(prompt_len, unit)
-    if Kind.JUNCTION in kinds:
-        wanted.add(junction)
+    wanted = prompt_points(prompt_len, unit) if Kind.PROMPT in kinds else frozenset()
     points = []
     for boundary in boundaries(start, end):
         if boundary % unit:
             continue
-        if boundary in wanted:
+        if Kind.JUNCTION in kinds and boundary == junction:
+            points.append(ReusePoint(boundary, Keep.USED if parts else Keep.POINT))
+        elif boundary in wanted:
             points.append(ReusePoint(boundary, Keep.POINT))
         elif Kind.GRID in kinds and on_grid(boundary, stride):
             points.append(ReusePoint(boundary, Keep.GRID))

@@ -175,7 +175,7 @@ class TruthRuntime:
                 continue
             lineage, slot = truth
             self.store.lock(slot)
-            self.store.touch(lineage)
+            self.planner.hit(req, lineage)
             restore = Restore(
                 row=req.kv.req_pool_idx,
                 boundary=req.prefix_len,

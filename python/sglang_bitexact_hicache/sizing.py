@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 TAIL_SLOTS_PER_ROW = 2
 """Slots off the grid for each request row: the two points of a prompt where a repeat resumes."""
 
-TAIL_PAGES_PER_SLOT = 16
-"""One more slot off the grid for this many full host pages."""
+TAIL_PAGES_PER_SLOT = 6
+"""One more slot off the grid for this many host pages that are off it (measured: docs/reuse.md)."""
 
 WARN_BYTES = 16 * 10**9
 """Above this the pools' size is reported as a warning."""
@@ -79,12 +79,14 @@ def size(
         request_rows: requests that can run at once (rows of the ReqToTokenPool).
         slot_bytes: host bytes of one slot (`RecordLayout.slot_bytes`).
         context_length: tokens that a request can have.
-        tail_slots: slots off the grid, None for 2 a row and 1 for every 16 pages.
+        tail_slots: slots off the grid, None for 2 a row and 1 for every 6 pages
+            off the grid.
         row_limit_override: slots that one request may hold, None for the default (`row_limit`).
     """
-    if tail_slots is None:
-        tail_slots = TAIL_SLOTS_PER_ROW * request_rows + full_host_pages // TAIL_PAGES_PER_SLOT
     grid_slots = -(-full_host_pages // stride)
+    if tail_slots is None:
+        off_grid = full_host_pages - grid_slots
+        tail_slots = TAIL_SLOTS_PER_ROW * request_rows + off_grid // TAIL_PAGES_PER_SLOT
     limit = row_limit(context_length, stride, grid_slots + tail_slots, row_limit_override)
     return Sizing(grid_slots, tail_slots, slot_bytes, limit)
 

@@ -15,18 +15,19 @@ Invariants (tests cite them):
 
 S1. Every slot is in exactly one state; FREE slots have no lock and no owner.
 S2. A locked slot is never handed out by `take`.
-S3. `victim` names the least recently used OWNED slot that is not locked, of the lowest class that has
-    one (policy.Keep).
+S3. `victim` names an OWNED slot that is not locked, of the first group of policy.EVICTION_ORDER that has
+    one: the one that was unused for longest in proportion to its worth (rounded down to a power of two)
+    and its class's weight.
 
 Pure Python. Scheduler thread only.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from enum import Enum
 
-from sglang_bitexact_hicache.policy import Keep
+from sglang_bitexact_hicache.policy import EVICTION_ORDER, WEIGHT, Keep
 
 
 class SlotError(RuntimeError):
@@ -43,12 +44,15 @@ class SlotState(Enum):
 
 
 class _Slot:
-    __slots__ = ("keep", "locks", "owner", "state")
+    __slots__ = ("keep", "locks", "owner", "stamp", "state", "uses", "worth")
 
     def __init__(self) -> None:
         self.state = SlotState.FREE
         self.owner: int | None = None
         self.keep = Keep.FILL
+        self.worth = 1
+        self.uses = 0
+        self.stamp = 0
         self.locks = 0
 
 
@@ -61,8 +65,13 @@ class SlotTable:
         self.capacity = capacity
         self._slots = [_Slot() for _ in range(capacity)]
         self._free: deque[int] = deque(range(capacity))
-        # Slots in state OWNED by class, least recently used first.
-        self._recency: dict[Keep, OrderedDict[int, None]] = {k: OrderedDict() for k in Keep}
+        # Slots in state OWNED by class and by the power of two below their worth, least recently used
+        # first: few lists, and only their heads have to be compared to find a victim.
+        self._recency: dict[Keep, defaultdict[int, OrderedDict[int, None]]] = {
+            keep: defaultdict(OrderedDict) for keep in Keep
+        }
+        # Counts captures and uses: the age of a slot is how many came after its own.
+        self._clock = 0
 
     # ---- ownership
 
@@ -75,13 +84,18 @@ class SlotTable:
         slot.state = SlotState.RESERVED
         return index
 
-    def own(self, index: int, owner: int, keep: Keep = Keep.POINT) -> None:
-        """RESERVED to OWNED by `owner`; the slot becomes the most recently used of its class."""
+    def own(self, index: int, owner: int, keep: Keep = Keep.POINT, worth: int = 1) -> None:
+        """RESERVED to OWNED by `owner`; the slot becomes the most recently used of its class.
+
+        `worth`: pages that would be computed again without it.
+        """
         slot = self._expect(index, SlotState.RESERVED)
         slot.state = SlotState.OWNED
         slot.owner = owner
-        slot.keep = keep
-        self._recency[keep][index] = None
+        slot.worth = max(1, worth)
+        # Where prompts are known to part, one has come this way already.
+        slot.uses = int(keep is Keep.USED)
+        self._enqueue(index, slot, keep)
 
     def hand_over(self, index: int, owner: int) -> None:
         """An OWNED slot has another owner from now on. Class and recency do not change."""
@@ -90,32 +104,43 @@ class SlotTable:
     def reclass(self, index: int, keep: Keep) -> None:
         """An OWNED slot is of this class from now on, and the most recently used of it."""
         slot = self._expect(index, SlotState.OWNED)
-        del self._recency[slot.keep][index]
-        slot.keep = keep
-        self._recency[keep][index] = None
+        self._dequeue(index, slot)
+        self._enqueue(index, slot, keep)
 
     def retire(self, index: int) -> None:
         """End the life of a RESERVED or OWNED slot: FREE now, or DEAD while it is locked."""
         slot = self._expect(index, SlotState.RESERVED, SlotState.OWNED)
-        self._recency[slot.keep].pop(index, None)
+        if slot.state is SlotState.OWNED:
+            self._dequeue(index, slot)
         slot.owner = None
         slot.state = SlotState.DEAD
         self._free_if_unlocked(index)
 
     def victim(self, dearest: Keep = Keep.LIVE) -> int | None:
-        """The OWNED slot to give up next, of class `dearest` at most; None if all are locked."""
-        for keep in Keep:
-            if keep > dearest:
-                break
-            for index in self._recency[keep]:
-                if not self._slots[index].locks:
-                    return index
+        """The OWNED slot to give up next (S3), of class `dearest` at most; None if all are locked."""
+        for group in EVICTION_ORDER:
+            heads = [
+                (keep, bucket, index)
+                for keep in group
+                if keep <= dearest
+                for bucket, slots in self._recency[keep].items()
+                if (index := next((i for i in slots if not self._slots[i].locks), None)) is not None
+            ]
+            if heads:
+                return max(heads, key=lambda head: self._staleness(*head))[2]
         return None
 
     def touch(self, index: int) -> None:
-        """Something used an OWNED slot: the most recently used, and a POINT if it was less."""
-        keep = self._expect(index, SlotState.OWNED).keep
-        self.reclass(index, max(keep, Keep.POINT))
+        """A hit used an OWNED slot: the most recently used, and USED if it was less."""
+        slot = self._expect(index, SlotState.OWNED)
+        slot.uses += 1
+        self.reclass(index, max(slot.keep, Keep.USED))
+
+    def passed(self, index: int) -> None:
+        """Whoever made an OWNED slot, or was the only one to use it, has a deeper point now."""
+        slot = self._expect(index, SlotState.OWNED)
+        if slot.uses <= 1 and slot.keep > Keep.PASSED:
+            self.reclass(index, Keep.PASSED)
 
     def clear(self) -> None:
         """Retire every RESERVED and OWNED slot (a flush)."""
@@ -151,6 +176,14 @@ class SlotTable:
         """The class of an OWNED slot."""
         return self._expect(index, SlotState.OWNED).keep
 
+    def worth(self, index: int) -> int:
+        """Pages that would be computed again without an OWNED slot."""
+        return self._expect(index, SlotState.OWNED).worth
+
+    def uses(self, index: int) -> int:
+        """How many requests are known to have used an OWNED slot, or to have come past it."""
+        return self._expect(index, SlotState.OWNED).uses
+
     def is_locked(self, index: int) -> bool:
         """Whether a reader holds the slot's bytes."""
         return self._slots[index].locks > 0
@@ -160,12 +193,13 @@ class SlotTable:
         if state is SlotState.FREE:
             return len(self._free)
         if state is SlotState.OWNED:
-            return sum(len(slots) for slots in self._recency.values())
+            return sum(len(slots) for lists in self._recency.values() for slots in lists.values())
         return sum(slot.state is state for slot in self._slots)
 
     def least_recent_first(self) -> list[int]:
-        """The OWNED slots in the order in which `victim` considers them."""
-        return [index for keep in Keep for index in self._recency[keep]]
+        """The OWNED slots, least recently captured or used first, whatever their class."""
+        owned = [i for lists in self._recency.values() for slots in lists.values() for i in slots]
+        return sorted(owned, key=lambda index: self._slots[index].stamp)
 
     def check_integrity(self) -> None:
         """Raise SlotError where the table contradicts itself. O(capacity), for tests."""
@@ -186,6 +220,19 @@ class SlotTable:
 
     # ---- internals
 
+    def _enqueue(self, index: int, slot: _Slot, keep: Keep) -> None:
+        self._clock += 1
+        slot.keep = keep
+        slot.stamp = self._clock
+        self._recency[keep][_bucket(slot)][index] = None
+
+    def _dequeue(self, index: int, slot: _Slot) -> None:
+        del self._recency[slot.keep][_bucket(slot)][index]
+
+    def _staleness(self, keep: Keep, bucket: int, index: int) -> tuple[float, int]:
+        age = self._clock - self._slots[index].stamp
+        return age / (WEIGHT[keep] * (1 << bucket)), age
+
     def _expect(self, index: int, *states: SlotState) -> _Slot:
         slot = self._slots[index]
         if slot.state not in states:
@@ -198,3 +245,7 @@ class SlotTable:
         if slot.state is SlotState.DEAD and not slot.locks:
             slot.state = SlotState.FREE
             self._free.append(index)
+
+
+def _bucket(slot: _Slot) -> int:
+    return slot.worth.bit_length() - 1

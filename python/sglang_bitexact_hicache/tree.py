@@ -80,6 +80,8 @@ class Junction(NamedTuple):
     """The deepest whole page of the path, as a length in tokens."""
     node: int
     """The deepest tree node of the path."""
+    parts: bool
+    """Whether the path goes on without this prompt: others come this way."""
 
 
 class BxFull(FullComponent):
@@ -652,7 +654,8 @@ class BxCache(UnifiedRadixCache):
     def _note_junction(self, req: Req, result: MatchResult, best_pages: int) -> None:
         reach = result.full_kv_hit_length
         if self.track_junctions and reach > best_pages * self._page_size:
-            self._junctions[req] = Junction(reach, result.last_visited_node_id)
+            node = self.tree_core.node_by_id(result.last_visited_node_id)
+            self._junctions[req] = Junction(reach, node.id, bool(node.children))
         else:
             self._junctions.pop(req, None)
 

@@ -63,9 +63,9 @@ class TruthStore:
     def reserve(self, keep: Keep = Keep.POINT) -> int | None:
         """A slot for a capture, RESERVED for the caller, who must `publish` or `discard` it.
 
-        When no slot is free, a truth is evicted: of the lowest class (policy.Keep) that has one, the
-        least recently used that nothing locks. FILL takes the place of FILL only. None (and a counter)
-        where there is nothing to evict; for FILL that is the ordinary case and not counted.
+        When no slot is free, a truth that nothing locks is evicted (SlotTable.victim). FILL takes the
+        place of FILL only. None (and a counter) where there is nothing to evict; for FILL that is the
+        ordinary case and not counted.
         """
         slot = self.slots.take()
         if slot is not None:
@@ -79,7 +79,7 @@ class TruthStore:
         self.counters.evicted += 1
         return self.slots.take()
 
-    def publish(self, lineage: int, slot: int, keep: Keep = Keep.POINT) -> bool:
+    def publish(self, lineage: int, slot: int, keep: Keep = Keep.POINT, worth: int = 1) -> bool:
         """RESERVED to OWNED: the page with this lineage has truth from now on.
 
         False, and the slot is freed, when nothing refers to the lineage
@@ -89,7 +89,7 @@ class TruthStore:
             self.discard(slot)
             self.counters.publish_refused += 1
             return False
-        self.slots.own(slot, lineage, keep)
+        self.slots.own(slot, lineage, keep, worth)
         self._slot_of[lineage] = slot
         self.counters.published += 1
         return True
@@ -118,6 +118,12 @@ class TruthStore:
         if slot is not None:
             self.slots.retire(slot)
             self.counters.superseded += 1
+
+    def passed(self, lineage: int) -> None:
+        """Whoever left this page's truth, or was the only one to use it, has a deeper point now."""
+        slot = self._slot_of.get(lineage)
+        if slot is not None:
+            self.slots.passed(slot)
 
     def reclass(self, lineage: int, keep: Keep) -> None:
         """Hold a page's truth, if it has one, as dearly as `keep` from now on."""

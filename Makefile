@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.env.stamp
 TESTS ?= srt/mem_cache/test_swa_*.py
 
+# Test files run beside each other, one process a core; each test process computes with one thread.
+WORKERS ?= 2
+
 # Two cores are shared by a server and its client: one compute thread each is fastest, and always
 # gives the same sums.
 export OMP_NUM_THREADS ?= 1
@@ -39,7 +42,7 @@ lint: env
 	$(BIN)/ruff check .
 
 test: lint
-	cd test && ../$(BIN)/python -m pytest -q $(TESTS)
+	cd test && ../$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(TESTS)
 
 demo: env
 	$(BIN)/python benchmark/demo.py

@@ -285,7 +285,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_TREE}.base.TreeComponent.prepare_for_caching_req",
         Kind.SUBCLASS,
-        "tree:BxFull.prepare_for_caching_req",
+        "components:BxFull.prepare_for_caching_req",
         "an insert begins: whose row it is",
         ("self", "req", "insert_params", "token_ids_len", "is_finished"),
         When.ENGAGED,
@@ -294,7 +294,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_TREE}.base.TreeComponent.cleanup_after_caching_req",
         Kind.SUBCLASS,
-        "tree:BxFull.cleanup_after_caching_req",
+        "components:BxFull.cleanup_after_caching_req",
         "an insert is over: the row takes the tree's identities",
         ("self", "req", "is_finished", "insert_result", "insert_params"),
         When.ENGAGED,
@@ -303,7 +303,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_TREE}.base.TreeComponent.commit_insert_component_data",
         Kind.SUBCLASS,
-        "tree:BxFull.commit_insert_component_data",
+        "components:BxFull.commit_insert_component_data",
         "a new leaf takes the inserting row's identities",
         ("self", "node", "is_new_leaf", "params", "result", "cache_actions"),
         When.ENGAGED,
@@ -312,7 +312,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_TREE}.full.FullComponent.redistribute_on_node_split",
         Kind.SUBCLASS,
-        "tree:BxFull.redistribute_on_node_split",
+        "components:BxFull.redistribute_on_node_split",
         "a node is cut, and its identities with it",
         ("self", "new_parent", "child"),
         When.ENGAGED,
@@ -321,7 +321,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_TREE}.full.FullComponent.commit_hicache_transfer",
         Kind.SUBCLASS,
-        "tree:BxFull.commit_hicache_transfer",
+        "components:BxFull.commit_hicache_transfer",
         "backup and load-back copy identity between host and device",
         (
             "self",
@@ -338,7 +338,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_TREE}.full.FullComponent.evict_component",
         Kind.SUBCLASS,
-        "tree:BxFull.evict_component",
+        "components:BxFull.evict_component",
         "rows are given up, and their identities with them",
         ("self", "node", "device_frees", "host_frees", "cache_actions", "target"),
         When.ENGAGED,
@@ -347,7 +347,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_TREE}.swa.SWAComponent.create_match_validator",
         Kind.SUBCLASS,
-        "tree:BxSWA.create_match_validator",
+        "components:BxSWA.create_match_validator",
         "the gate, for the device-only and the host-aware walk",
         ("self", "match_device_only"),
         When.ENGAGED,
@@ -356,7 +356,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_TREE}.swa.SWAComponent.finalize_match_result_in_tree_core",
         Kind.SUBCLASS,
-        "tree:BxSWA.finalize_match_result_in_tree_core",
+        "components:BxSWA.finalize_match_result_in_tree_core",
         "no SWA host hit and no branching point: neither exists here",
         ("self", "result", "params", "value_chunks", "best_value_len"),
         When.ENGAGED,
@@ -365,7 +365,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_TREE}.swa.SWAComponent.recover_after_unevict",
         Kind.SUBCLASS,
-        "tree:BxSWA.recover_after_unevict",
+        "components:BxSWA.recover_after_unevict",
         "a node whose device rows were gone gets the inserting row's, and its identities",
         (
             "self",
@@ -382,7 +382,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_TREE}.swa.SWAComponent.update_component_on_insert_overlap",
         Kind.SUBCLASS,
-        "tree:BxSWA.update_component_on_insert_overlap",
+        "components:BxSWA.update_component_on_insert_overlap",
         "an insert overlaps a node: the tree keeps its rows",
         (
             "self",
@@ -400,7 +400,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "sglang.srt.mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore.insert_host",
         Kind.SUBCLASS,
-        "tree:BxTreeCore.insert_host",
+        "components:BxTreeCore.insert_host",
         "pages from storage have no identity",
         ("self", "node_id", "key", "host_value", "hash_value"),
         When.ENGAGED,

@@ -1,4 +1,4 @@
-"""Startup check: stock writes the rows of tree nodes only where tree.py looks.
+"""Startup check: stock writes the rows of tree nodes only where components.py looks.
 
 Identity follows a node's device rows (`FULL.value`) and host rows (`FULL.host_value`). A place in
 SGLang that writes them and that no hook of ours sees would give a page the identity of other bytes,

@@ -107,7 +107,7 @@ def one_after_another(h: Harness, prompts: Sequence[Sequence[int]], new: int, ti
 
 def without_the_cap(h: Harness, prompts: Sequence[Sequence[int]], new: int) -> Steps:
     """`one_after_another`, where prompts leave all their whole pages in the tree (a control)."""
-    from sglang_bitexact_hicache.tree import BxFull
+    from sglang_bitexact_hicache.components import BxFull
 
     capped = BxFull.prepare_for_caching_req
 

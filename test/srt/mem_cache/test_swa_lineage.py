@@ -300,7 +300,7 @@ def test_c_load_back_then_an_overlapping_insert(drive):
 def test_c_control_stock_re_points_the_rows(drive, monkeypatch):
     from sglang.srt.mem_cache.unified_cache.components import SWAComponent
 
-    from sglang_bitexact_hicache.tree import BxSWA
+    from sglang_bitexact_hicache.components import BxSWA
 
     monkeypatch.setattr(
         BxSWA,
@@ -335,7 +335,7 @@ def test_d_two_identical_prompts_in_flight(drive):
 
 
 def test_d_control_kept_rows_get_the_newcomers_identity(drive, monkeypatch):
-    from sglang_bitexact_hicache.tree import BxSWA
+    from sglang_bitexact_hicache.components import BxSWA
 
     relabel_overlap(monkeypatch, BxSWA)
     with pytest.raises(Violation):
@@ -663,7 +663,8 @@ def test_the_stock_factory_builds_it(drive):
 
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_unified_radix_cache
 
-    from sglang_bitexact_hicache.tree import BxCache, BxFull, BxSWA, BxTreeCore
+    from sglang_bitexact_hicache.components import BxFull, BxSWA, BxTreeCore
+    from sglang_bitexact_hicache.tree import BxCache
 
     stack = drive().stack
     ctx = TreeCacheBuildContext(

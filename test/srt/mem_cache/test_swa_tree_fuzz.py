@@ -378,7 +378,7 @@ CONTROLS = (
 
 @pytest.mark.parametrize("broken", CONTROLS)
 def test_control_a_broken_rule_is_found(monkeypatch, broken):
-    from sglang_bitexact_hicache import tree
+    from sglang_bitexact_hicache import components, tree
 
     if broken == "no chain":
         # Through the oracle too, which would otherwise find the difference first.
@@ -433,7 +433,7 @@ def test_control_a_broken_rule_is_found(monkeypatch, broken):
                     self.cache.copies.set_device(node.id, copy)
             return prefix_len
 
-        monkeypatch.setattr(tree.BxSWA, "update_component_on_insert_overlap", relabel)
+        monkeypatch.setattr(components.BxSWA, "update_component_on_insert_overlap", relabel)
     with pytest.raises(Violation, match=r"is not what truth saw|are exact at|two contents"):
         for seed in range(12):
             Fuzz(seed).run(STEPS)

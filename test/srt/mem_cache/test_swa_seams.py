@@ -68,7 +68,7 @@ def test_the_subclass_rows_are_exactly_what_our_classes_override():
     for ours in (components.BxFull, components.BxSWA, components.BxTreeCore, tree.BxCache):
         stock = ours.__mro__[1]
         overridden |= {
-            f"tree:{ours.__name__}.{name}"
+            f"{ours.__module__.rpartition('.')[2]}:{ours.__name__}.{name}"
             for name, value in vars(ours).items()
             if inspect.isfunction(value) and name[:2] != "__" and hasattr(stock, name)
         }

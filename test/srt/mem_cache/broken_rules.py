@@ -18,7 +18,18 @@ Patch = Callable[[object, str, object], None]
 
 def marks_of_finished_requests_stay(patch: Patch) -> None:
     """The newest decode pages of a request that is gone are held as if it ran."""
-    patch(planner.CapturePlanner, "forget", lambda self, req: self._newest.pop(req, None))
+    patch(planner.CapturePlanner, "forget", lambda self, req: self._trails.pop(req, None))
+
+
+def newest_decode_page_is_let_go(patch: Patch) -> None:
+    """For want of slots not the older one of two is let go, but the one that is needed."""
+
+    def release(self):
+        for trail in self._trails.values():
+            if trail.newest:
+                self.store.passed(trail.newest[-1][1])
+
+    patch(planner.CapturePlanner, "_release_spares", release)
 
 
 def truth_of_an_aborted_request_stays(patch: Patch) -> None:

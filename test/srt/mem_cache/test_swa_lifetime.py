@@ -74,6 +74,10 @@ MET = (
     "a page in flight read pages that the tree did not keep",
     "decode boundary",
     "third newest decode page let go",
+    "spare decode page let go",
+    "point passed",
+    "truth used by several",
+    "junction where prompts part",
     "mixed batch",
     "decode boundary in a mixed batch",
     "page completed beyond the finish",
@@ -413,7 +417,7 @@ class Lifetime(RuleBasedStateMachine):
         if self.hog is not None:
             self._fill_or_free_host()
         self.driver.check_no_leak()
-        if self.driver.planner._newest or self.driver.restores:
+        if self.driver.planner._trails or self.driver.restores:
             raise Violation("the planner or a restore outlives every request")
 
     # ---- what one request goes through
@@ -551,6 +555,7 @@ class Lifetime(RuleBasedStateMachine):
         met["decode boundary in a mixed batch"] += bool(extends and boundaries)
         self.decoded |= {w.lineage for w in captured if w.keep is Keep.LIVE}
         met["over the staging"] += room is not None and len(captured) == room
+        met["junction where prompts part"] += any(w.keep is Keep.USED for w in captured)
 
     def _stash(self) -> None:
         """The unfinished request's last chunk is checkpointed before anything is scheduled."""
@@ -720,6 +725,7 @@ class Lifetime(RuleBasedStateMachine):
                 "unknown pages in the way": gate.unknown_pages,
                 "third newest decode page let go": store.superseded,
                 "truth evicted": store.evicted,
+                "spare decode page let go": self.driver.planner.spares_released,
                 "no slot": counters.capture_no_slot,
                 "over the row limit": counters.capture_over_row_limit,
             }
@@ -729,6 +735,13 @@ class Lifetime(RuleBasedStateMachine):
             self.met["truth evicted while a hit waits"] += 1
         self.met.update(fresh)
         self.counted = now
+        self._count_how_slots_are_held()
+
+    def _count_how_slots_are_held(self) -> None:
+        slots = self.cache.store.slots
+        owned = slots.least_recent_first()
+        self.met["point passed"] += any(slots.keep(i) is Keep.PASSED for i in owned)
+        self.met["truth used by several"] += any(slots.uses(i) > 1 for i in owned)
 
 
 class BytesOnly(Lifetime):

@@ -124,16 +124,19 @@ def test_only_page_boundaries_have_a_window(wrong):
     st.sampled_from([256, 512, 2560]),
     st.integers(1, 12),
     st.integers(0, 40),
+    st.booleans(),
     st.sets(st.sampled_from(Kind)),
 )
 def test_every_boundary_is_kept_once_and_as_dearly_as_its_best_reason(
-    prompt, chunk, stride, junction, kinds
+    prompt, chunk, stride, junction, parts, kinds
 ):
     junction *= PAGE_SIZE
     kept = []
     for start in range(0, prompt, chunk):
         end = min(start + chunk, prompt)
-        kept += prefill_points(start, end, prompt, stride, junction=junction, kinds=kinds)
+        kept += prefill_points(
+            start, end, prompt, stride, junction=junction, parts=parts, kinds=kinds
+        )
     expected = {}
     for boundary in range(PAGE_SIZE, prompt + 1, PAGE_SIZE):
         if Kind.FILL in kinds:
@@ -143,7 +146,7 @@ def test_every_boundary_is_kept_once_and_as_dearly_as_its_best_reason(
         if Kind.PROMPT in kinds and boundary in prompt_points(prompt):
             expected[boundary] = Keep.POINT
         if Kind.JUNCTION in kinds and boundary == junction:
-            expected[boundary] = Keep.POINT
+            expected[boundary] = Keep.USED if parts else Keep.POINT
     assert kept == sorted(expected.items())
 
 

@@ -523,7 +523,7 @@ class PlannedDriver(TreeDriver):
     ) -> None:
         super().__init__(stack, cuts=True)
         self.counters = Counters()
-        self.planner = CapturePlanner(
+        self.planner = NotingPlanner(
             self.cache, stride=stride, kinds=kinds, row_limit=row_limit, counters=self.counters
         )
         self.restores: dict[Any, int] = {}
@@ -542,7 +542,7 @@ class PlannedDriver(TreeDriver):
                 raise Violation(f"{req.rid}: no truth at its prefix of {req.prefix_len} tokens")
             lineage, slot = truth
             self.cache.store.lock(slot)
-            self.cache.store.touch(lineage)
+            self.planner.hit(req, lineage)
             self.restores[req] = slot
         if flush:
             self.flush_loads()
@@ -627,12 +627,17 @@ class PlannedDriver(TreeDriver):
         """As TreeDriver; and every mark, lock, row and reservation belongs to a running request."""
         super().check()
         store, running = self.cache.store, self.running
-        newest = {lineage: req for req, kept in self.planner._newest.items() for _, lineage in kept}
+        trails = self.planner._trails
+        newest = {own: req for req, trail in trails.items() for _, own in trail.newest}
         for slot in self.live_slots():
             if newest.get(store.slots.owner(slot)) not in running:
                 raise Violation(f"slot {slot} is LIVE and its request is not running")
+        for req, trail in trails.items():
+            own = trail.newest[-1][1] if trail.newest else None
+            if own in store and store.slots.keep(store.lookup(own)) is not Keep.LIVE:
+                raise Violation(f"{req.rid} runs and its newest decode page is not LIVE")
         for what, reqs in (
-            ("newest decode pages", self.planner._newest),
+            ("trails", trails),
             ("restores", self.restores),
             ("healers", self.cache._healers.values()),
         ):
@@ -683,6 +688,22 @@ class PlannedDriver(TreeDriver):
     def _release(self, req: Any, *, checkpoint: bool) -> None:
         self.prompt_len.pop(req)
         super()._release(req, checkpoint=checkpoint)
+
+
+class NotingPlanner(CapturePlanner):
+    """The shipped planner; only the count is new."""
+
+    spares_released = 0
+    """Decode pages of running requests that were let go for want of slots."""
+
+    def _release_spares(self) -> None:
+        before = self._live()
+        super()._release_spares()
+        self.spares_released += before - self._live()
+
+    def _live(self) -> int:
+        slots = self.store.slots
+        return sum(slots.keep(slot) is Keep.LIVE for slot in slots.least_recent_first())
 
 
 class FakeClock:

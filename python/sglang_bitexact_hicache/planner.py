@@ -174,8 +174,8 @@ class CapturePlanner:
         self.store.discard(wanted.slot)
 
     def forget(self, req: Any) -> None:
-        """The request gave its row back: the deepest point that it left is where it would go on; those
-        before it, and the one that it came from, it has passed.
+        """The request gave its row back: the deepest point that it left is where it would go on (others
+        may have used it meanwhile); those before it, and the one that it came from, it has passed.
 
         Of a retracted request nothing is left: its pages are dead.
         """
@@ -185,7 +185,8 @@ class CapturePlanner:
         left = [*trail.prompt, *(lineage for _, lineage in trail.newest)]
         left = [lineage for lineage in left if lineage in self.store]
         if left:
-            self.store.reclass(left[-1], Keep.POINT)
+            if self.store.slots.keep(self.store.lookup(left[-1])) is not Keep.USED:
+                self.store.reclass(left[-1], Keep.POINT)
             for lineage in (trail.came_from, *left[:-1]):
                 self.store.passed(lineage)
 

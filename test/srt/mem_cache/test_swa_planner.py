@@ -267,6 +267,16 @@ def test_a_retracted_requests_prompt_is_where_it_goes_on_again(plan):
     assert held(driver, tokens(2)) == {2: POINT}
 
 
+def test_a_point_that_others_used_meanwhile_stays_used_when_its_request_ends(plan):
+    driver = plan(stride=8, kinds={Kind.PROMPT, Kind.DECODE})
+    req = started(driver, tokens(3, 1))
+    for branch in (1, 2):
+        driver.run(tokens(5, 1, branch_at=3, branch=branch))
+    assert held(driver, tokens(3)) == {3: USED}
+    driver.finish(req)
+    assert held(driver, tokens(3)) == {3: USED}
+
+
 @pytest.mark.parametrize("chunk_pages", [None, 1])
 def test_a_hit_is_one_use_however_long_the_request_lives(plan, chunk_pages):
     driver = plan(stride=8, kinds={Kind.PROMPT, Kind.DECODE})

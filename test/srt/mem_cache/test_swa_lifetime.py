@@ -220,26 +220,25 @@ class Lifetime(RuleBasedStateMachine):
         answer=ANSWERS,
         copies=st.sampled_from([1, 2]),
         overlap=st.booleans(),
-        waits=st.booleans(),
+        waits=st.sampled_from([None, "for its first forward", "decoding"]),
         asks_on=st.booleans(),
     )
     def serve(self, data, answer, copies, overlap, waits, asks_on) -> None:
         """One request, or twins, from arrival to end while all others stand still. The second
         twin's prefill is launched with the first one's, and its result processed after its end,
         perhaps when the first one's pages have left the device. Perhaps another waits with its row
-        for all that time, or asks on from each end."""
+        for all that time, its hit unread or its newest pages decoded, or asks on from each end."""
         driver = self.driver
         self._stash()
         bystander = None
         if waits and self.past:
             bystander = self._arrive(self._prompt(data), 0, answer)
-            self._admit(bystander, data)
+            if self._admit(bystander, data) and waits == "decoding":
+                self._decode_two_pages(bystander, data)
         prompt = self._prompt(data)
         reqs = [self._arrive(prompt, 1, answer) for _ in range(copies)]
         reqs = [req for req in reqs if self._admit(req, data)]
-        while unfinished := [r for r in reqs if driver.computed[r] < driver.prompt_len[r]]:
-            self._prefill(unfinished, False, data)
-            self._stash()
+        self._prefill_whole(reqs, data)
         for req in reqs:
             last = req is reqs[-1]
             if overlap:
@@ -256,8 +255,10 @@ class Lifetime(RuleBasedStateMachine):
                 self._evict_device(cool)
             if asks_on and cool and last:
                 self._ask_on(answer, data)
-        if bystander in driver.running:
+        if bystander in self._prefilling():
             self._prefill([bystander], False, data)
+        elif bystander in driver.running:
+            self._forward([], [(bystander, driver.computed[bystander] + 1)])
 
     @precondition(lambda self: self.waiting)
     @rule(
@@ -429,6 +430,22 @@ class Lifetime(RuleBasedStateMachine):
         pages = data.draw(st.integers(1, MOST_PROMPT) | st.just(MOST_PROMPT))
         said = self._earlier(data)[: pages * PAGE]
         return said + array("q", [6] * data.draw(st.sampled_from([1, 200, 256])))
+
+    def _prefill_whole(self, reqs: list, data: Any) -> None:
+        driver = self.driver
+        while unfinished := [r for r in reqs if driver.computed[r] < driver.prompt_len[r]]:
+            self._prefill(unfinished, False, data)
+            self._stash()
+
+    def _decode_two_pages(self, req: Any, data: Any) -> None:
+        """And perhaps a token more, behind which the newer page is safe."""
+        driver = self.driver
+        self._prefill_whole([req], data)
+        self._process(req)
+        for _ in range(2):
+            self._forward([], [(req, (driver.computed[req] // PAGE + 1) * PAGE)])
+        if data.draw(st.booleans()):
+            self._forward([], [(req, driver.computed[req] + 1)])
 
     def _ask_on(self, answer: int, data: Any) -> None:
         """A request that knows all of the last one's answer; it goes after its first chunk."""
@@ -784,6 +801,7 @@ def test_no_order_of_lives_and_deaths_breaks_anything():
 
 BROKEN_BOOKS = (
     broken_rules.marks_of_finished_requests_stay,
+    broken_rules.newest_decode_page_is_let_go,
     broken_rules.truth_of_an_aborted_request_stays,
     broken_rules.row_from_before_a_retraction_is_read_on,
     broken_rules.marks_outlive_a_flush,

@@ -460,12 +460,12 @@ def _refused_in_scheduler(server_args: Any, **context: Any) -> str:
 
 @pytest.mark.usefixtures("_cpu")
 def test_too_little_host_memory_is_refused_before_anything_is_pinned(model):
-    # 8 device pages at ratio 2, 4 rows: 16 slots on the grid, 8 + 1 off it.
+    # 8 device pages at ratio 2, 4 rows: 16 slots on the grid, which is all of it, and 8 off it.
     with mock.patch.object(factory, "free_host_memory", return_value=100_000):
         server_args = resolve(model)
     text = _refused_in_scheduler(server_args)
     assert "--hicache-swa-offload-page-stride" in text
-    assert "16 slots on the grid (stride 1) and 9 off it" in text
+    assert "16 slots on the grid (stride 1) and 8 off it" in text
     assert "0.9 of 0.00 GB free" in text
 
 

@@ -7,7 +7,7 @@ import torch
 from bitexact_fixtures import PAGE, cpu_hicache, make_cache, make_server_args
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tree_driver import TreeDriver, tokens
+from tree_driver import TreeDriver, checked, tokens
 
 from sglang_bitexact_hicache.gate import Walk, chain_end
 from sglang_bitexact_hicache.lineage import ROOT, UNKNOWN, Copy
@@ -100,16 +100,13 @@ def _cpu():
 
 @pytest.fixture
 def drive():
-    made = []
+    """Drivers on fresh caches."""
 
-    def make(keep=lambda _pages: True, **options):
-        driver = TreeDriver(make_cache(make_server_args(), **options), keep)
-        made.append(driver)
-        return driver
+    def build(keep=lambda _pages: True, **options):
+        return TreeDriver(make_cache(make_server_args(), **options), keep)
 
-    yield make
-    for driver in made:
-        driver.check_no_leak()
+    with checked(build) as make:
+        yield make
 
 
 def at(*pages):

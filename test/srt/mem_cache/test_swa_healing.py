@@ -13,7 +13,7 @@ import pytest
 from bitexact_fixtures import PAGE, cpu_hicache, make_cache, make_server_args
 from hypothesis import given
 from hypothesis import strategies as st
-from tree_driver import TreeDriver, Violation, tokens
+from tree_driver import TreeDriver, Violation, checked, tokens
 
 from sglang_bitexact_hicache.healing import rehang
 from sglang_bitexact_hicache.lineage import ROOT, UNKNOWN, Copy, NodeCopies
@@ -28,18 +28,13 @@ def _cpu():
 
 @pytest.fixture
 def drive():
-    """Drivers on fresh caches, whose chunks end at junctions; each is checked for leaks at the end."""
-    made = []
+    """Drivers on fresh caches, whose chunks end at junctions."""
 
-    def make(keep=lambda _pages: True, *, check_leaks=True):
-        driver = TreeDriver(make_cache(make_server_args()), keep, cuts=True)
-        if check_leaks:
-            made.append(driver)
-        return driver
+    def build(keep=lambda _pages: True):
+        return TreeDriver(make_cache(make_server_args()), keep, cuts=True)
 
-    yield make
-    for driver in made:
-        driver.check_no_leak()
+    with checked(build) as make:
+        yield make
 
 
 def followed_beyond_its_truth(driver, *, demoted=False):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from bitexact_fixtures import PAGE, cpu_hicache, make_cache, make_server_args
-from tree_driver import TreeDriver, Violation, tokens
+from tree_driver import TreeDriver, Violation, checked, tokens
 
 from sglang_bitexact_hicache.lineage import (
     ROOT,
@@ -148,18 +148,13 @@ def _cpu():
 
 @pytest.fixture
 def drive():
-    """Drivers on fresh caches; each is checked for leaks at the end."""
-    made = []
+    """Drivers on fresh caches."""
 
-    def make(keep=lambda _pages: True, *, check_leaks=True, **options):
-        driver = TreeDriver(make_cache(make_server_args(), **options), keep)
-        if check_leaks:
-            made.append(driver)
-        return driver
+    def build(keep=lambda _pages: True, **options):
+        return TreeDriver(make_cache(make_server_args(), **options), keep)
 
-    yield make
-    for driver in made:
-        driver.check_no_leak()
+    with checked(build) as make:
+        yield make
 
 
 def path(driver, prompt):

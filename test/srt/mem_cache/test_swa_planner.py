@@ -10,7 +10,7 @@ import logging
 
 import pytest
 from bitexact_fixtures import PAGE, cpu_hicache, make_cache, make_server_args
-from tree_driver import PlannedDriver, tokens
+from tree_driver import PlannedDriver, checked, tokens
 
 from sglang_bitexact_hicache.policy import ALL_KINDS, Keep, Kind
 
@@ -25,18 +25,13 @@ def _cpu():
 
 @pytest.fixture
 def plan():
-    """Drivers with a planner on fresh caches; each is checked for leaks at the end."""
-    made = []
+    """Drivers with a planner on fresh caches."""
 
-    def make(*, slots=64, pages=40, **options):
-        driver = PlannedDriver(make_cache(make_server_args(), slots=slots, pages=pages), **options)
-        made.append(driver)
-        return driver
+    def build(*, slots=64, pages=40, **options):
+        return PlannedDriver(make_cache(make_server_args(), slots=slots, pages=pages), **options)
 
-    yield make
-    for driver in made:
-        driver.check_no_leak()
-        assert driver.planner._trails == {} and driver.restores == {}
+    with checked(build) as make:
+        yield make
 
 
 def started(driver, prompt):

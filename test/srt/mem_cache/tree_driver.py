@@ -19,6 +19,7 @@ import random
 from array import array
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -548,6 +549,12 @@ class PlannedDriver(TreeDriver):
             self.flush_loads()
         return req
 
+    def check_no_leak(self) -> None:
+        """As TreeDriver; nor may the planner or a waiting restore know a request that is gone."""
+        super().check_no_leak()
+        if self.planner._trails or self.restores:
+            raise Violation("marks of requests that are gone")
+
     def forward(self, req: Any, end: int) -> None:
         """One forward with this request alone: a chunk of its prompt, or a decode step."""
         row = [(req, end)]
@@ -736,6 +743,23 @@ class FakeClock:
     def pass_time(self, ticks: float) -> None:
         """Let time go by between two accesses."""
         self._now += ticks
+
+
+@contextmanager
+def checked(build: Callable[..., TreeDriver]) -> Iterator[Callable[..., TreeDriver]]:
+    """A factory of drivers by `build`; each is checked for leaks at the end, unless it is made with
+    `check_leaks=False` (controls, which stop half way)."""
+    made: list[TreeDriver] = []
+
+    def make(*args: Any, check_leaks: bool = True, **options: Any) -> TreeDriver:
+        driver = build(*args, **options)
+        if check_leaks:
+            made.append(driver)
+        return driver
+
+    yield make
+    for driver in made:
+        driver.check_no_leak()
 
 
 def digest(stamps: list[int]) -> torch.Tensor:

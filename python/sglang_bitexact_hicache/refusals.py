@@ -114,6 +114,7 @@ class Rule:
         why: what is wrong with it and what to do.
         refuses: true when the startup must not go on.
         planned: refused only until this project supports it.
+        got: what was asked for, where it is worth repeating.
     """
 
     name: str
@@ -121,11 +122,13 @@ class Rule:
     why: str
     refuses: Callable[[Startup], bool]
     planned: bool = False
+    got: Callable[[Startup], Any] | None = None
 
-    def message(self) -> str:
-        """The line that the user reads."""
+    def message(self, startup: Startup | None = None) -> str:
+        """The line that the user reads; `startup`: what was asked for."""
         later = " (not supported yet)" if self.planned else ""
-        return f"{self.flag}: {self.why}{later}"
+        got = f", got {self.got(startup)!r}" if self.got and startup else ""
+        return f"{self.flag}: {self.why}{got}{later}"
 
 
 def _field(name: str, *allowed: Any) -> Callable[[Startup], bool]:
@@ -174,6 +177,7 @@ RULES: tuple[Rule, ...] = (
         POINTS_ARGUMENT,
         f"must be a comma-separated list of {', '.join(k.value for k in Kind)} (also {ENV_POINTS})",
         _unknown_kinds,
+        got=lambda s: s.options.reuse_points,
     ),
     Rule(
         "row_limit",
@@ -440,7 +444,7 @@ def check(startup: Startup) -> None:
     """
     rules = refused(startup)
     if rules:
-        lines = "".join(f"\n  {rule.message()}" for rule in rules)
+        lines = "".join(f"\n  {rule.message(startup)}" for rule in rules)
         raise ValueError(
             f"{ENV_FLAG}=1 cannot run with this configuration; change the flags below or unset "
             f"it:{lines}"

@@ -376,7 +376,9 @@ def test_refused_in_the_launcher(name, model, tmp_path):
             refusals.check(refusals.Startup.of_record(server_args))
     assert not reached_the_end.called
     lines = str(error.value).splitlines()[1:]
-    assert f"  {rule.message()}" in lines
+    (line,) = (line for line in lines if line.startswith(f"  {rule.message()}"))
+    if rule.got is not None:
+        assert line.endswith(f", got {args[-1]!r}"), "what was typed is repeated"
     # Nothing else is wrong with it, but that attention DP needs several ranks.
     assert len(lines) == (2 if name == "attn_dp" else 1), error.value
 

@@ -351,12 +351,13 @@ class Server:
         return self.post("/v1/completions", {**body, **fields})
 
     def flush_cache(self, timeout: float = 60.0) -> None:
-        """Empty the prefix cache (device and host).
+        """Empty the prefix cache (device and host), as soon as the server is idle: an answer is sent
+        a moment before its request is over.
 
         Raises:
-            ServerError: the server refused, because requests were still running.
+            ServerError: requests were still running after half of `timeout` seconds.
         """
-        self.post("/flush_cache", timeout=timeout)
+        self.post(f"/flush_cache?timeout={timeout / 2}", timeout=timeout)
 
 
 def _answer(reply: Mapping[str, Any]) -> Answer:

@@ -45,7 +45,6 @@ def around_select_prefill_admission(
         return admission
     start = admission.prefix_len
     end = start + admission.extend_len
-    cut = end if adder.rem_chunk_tokens is None else chunk_end(cache, req, start, end)
     if _is_being_healed(adder, req, start):
         return AddReqResult.OTHER
     unfinished = options["has_chunked_req"] or adder.new_chunked_req is not None
@@ -57,6 +56,7 @@ def around_select_prefill_admission(
     if admission.is_chunked and unfinished:
         # Stock cannot come here: its unfinished request has used the chunk up. A cut one has not.
         return AddReqResult.OTHER
+    cut = end if adder.rem_chunk_tokens is None else chunk_end(cache, req, start, end)
     if cut == end or unfinished:
         return admission
     cache.gate_counters.chunks_cut += 1

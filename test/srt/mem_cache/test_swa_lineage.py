@@ -6,6 +6,7 @@ a request reads (KV and truth) and has a negative control: with the rule broken,
 
 from __future__ import annotations
 
+import broken_rules
 import pytest
 from bitexact_fixtures import PAGE, cpu_hicache, make_cache, make_server_args
 from tree_driver import TreeDriver, Violation, checked, tokens
@@ -389,20 +390,9 @@ def test_e_the_page_inside_the_insert_is_nobodys_state(drive):
 
 
 def test_e_control_pages_hung_on_a_path_they_did_not_read(drive, monkeypatch):
-    hang_without_fresh_ids(monkeypatch)
+    broken_rules.mended_pages_keep_their_truth(monkeypatch.setattr)
     with pytest.raises(Violation):
         partly_deduplicated(drive(check_leaks=False), lambda pages: pages == 3)
-
-
-def hang_without_fresh_ids(monkeypatch):
-    """Healing that gives broken pages new parents but lets them keep their identity and truth."""
-    from sglang_bitexact_hicache import healing
-    from sglang_bitexact_hicache.lineage import Copy
-
-    def same_ids(copy, kept, previous, mint):
-        return Copy(copy.ids, (previous, *copy.ids[:-1]))
-
-    monkeypatch.setattr(healing, "_chained", same_ids)
 
 
 def demoted_between_match_and_load_back(driver):

@@ -16,6 +16,7 @@ import os
 import random
 from array import array
 
+import broken_rules
 import pytest
 import torch
 from bitexact_fixtures import (
@@ -27,8 +28,7 @@ from bitexact_fixtures import (
 )
 from tree_driver import TreeDriver, Violation, digest
 
-from sglang_bitexact_hicache import healing
-from sglang_bitexact_hicache.lineage import ROOT, UNKNOWN, Copy
+from sglang_bitexact_hicache.lineage import ROOT, UNKNOWN
 
 SEEDS = int(os.environ.get("BITEXACT_FUZZ_SEEDS", "6"))
 MOST_OUTPUT = 300
@@ -195,7 +195,7 @@ class Fuzz:
             return
         prompt = rnd.choice(self.prompts)
         ends = [0]
-        for _node, position in self.walk(prompt):
+        for _node, position in self.driver.walk(prompt):
             ends.append(position)
         first = rnd.choice(ends)
         count = min(count, len(prompt) // PAGE - first)
@@ -225,19 +225,6 @@ class Fuzz:
     def most_pages(prompt_tokens: int) -> int:
         """Pages of a row at its longest, shared ones included."""
         return -(-(prompt_tokens + MOST_OUTPUT) // PAGE)
-
-    def walk(self, prompt):
-        """(node, pages up to its end) for whole nodes along the prompt."""
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        key = RadixKey(prompt).page_aligned(PAGE)
-        node, position = self.cache.tree_core.root_node, 0
-        while position < len(key):
-            node = node.children.get(key.child_key_at(position, PAGE))
-            if node is None or node.key.match_at(key, position, page_size=PAGE) < len(node.key):
-                return
-            position += len(node.key)
-            yield node, position // PAGE
 
     # ---- oracles
 
@@ -405,21 +392,9 @@ def test_control_a_broken_rule_is_found(monkeypatch, broken):
 
         monkeypatch.setattr(tree.BxCache, "device_rows_from_insert", keep_old)
     elif broken == "mended chain, old identity":
-        monkeypatch.setattr(
-            healing,
-            "_chained",
-            lambda copy, kept, prev, mint: Copy(copy.ids, (prev, *copy.ids[:-1])),
-        )
+        broken_rules.mended_pages_keep_their_truth(monkeypatch.setattr)
     elif broken == "truth moved after another forward":
-        settled = tree.BxCache.insert_settled
-
-        def careless(self, req, **how):
-            allocated = req.kv.kv_allocated_len
-            req.kv.kv_allocated_len = req.kv.cache_protected_len
-            settled(self, req, **how)
-            req.kv.kv_allocated_len = allocated
-
-        monkeypatch.setattr(tree.BxCache, "insert_settled", careless)
+        broken_rules.truth_moves_after_another_forward(monkeypatch.setattr)
     else:
 
         def relabel(

@@ -27,13 +27,14 @@ env: $(STAMP)
 # Empty where no Python 3 is on the PATH at all.
 $(if $(PYTHON),,$(error this needs Python 3.11, and none was found: set PYTHON=/path/to/python3.11))
 
-$(STAMP): requirements/cpu.txt requirements/dev.txt pyproject.toml test/reference_platform/pyproject.toml
+$(STAMP): requirements/cpu.txt requirements/dev.txt requirements/nixl.txt pyproject.toml test/reference_platform/pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; \
 	  sys.exit(0 if v[:2] == (3, 11) else "this needs Python 3.11 (found %d.%d): set PYTHON=/path/to/python3.11" % v[:2])'
 	@echo "setting up $(VENV) (about 2.5 GB, a few minutes)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements/cpu.txt -r requirements/dev.txt
 	$(BIN)/python -m pip install -q --no-deps sglang==0.5.23
+	$(BIN)/python -m pip install -q --no-deps -r requirements/nixl.txt
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e . -e test/reference_platform
 	@touch $(STAMP)
 

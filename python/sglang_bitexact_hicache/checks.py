@@ -87,14 +87,15 @@ class DebugChecks:
             self._sources[slot] = {s: self._noted[i, s] for s in range(sections)}
         self._noted.clear()
 
+    def forget_source(self, slot: int) -> None:
+        """The slot's record comes from storage: its checksums are the ones that it carries."""
+        self._sources.pop(slot, None)
+
     def verify(self, req: Any, restore: Restore) -> bool:
         """Compare a restore that was just applied; logs three lines, or one with MISMATCH."""
         window = self._compare(WINDOW_POOL, restore)
         states = [self._compare(pool, restore) for pool in (C4_POOL, INDEXER_POOL)]
-        where = (
-            f"rid={req.rid} P={restore.boundary} row={restore.row} "
-            f"tier={'host' if req.cached_tokens_host else 'device'}"
-        )
+        where = f"rid={req.rid} P={restore.boundary} row={restore.row} tier={_tier(req)}"
         failed = [
             f"{tag} {what}"
             for tag, what, ok in (
@@ -149,6 +150,13 @@ class DebugChecks:
             return _rows_that_attention_reads(row, boundary, ring.size, device)
         positions = torch.arange(boundary - STATE_ROWS, boundary, device=device)
         return self._view.state_rows(ring.section, torch.full_like(positions, row), positions)
+
+
+def _tier(req: Any) -> str:
+    """The farthest tier that the request's prefix came from."""
+    if req.cached_tokens_storage:
+        return "storage"
+    return "host" if req.cached_tokens_host else "device"
 
 
 def _rows_that_attention_reads(

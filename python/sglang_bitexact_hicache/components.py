@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.unified_cache.components import (
     FullComponent,
     SWAComponent,
 )
-from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer
+from sglang.srt.mem_cache.unified_cache.components.base import EvictLayer, PreparePrefetchResult
 from sglang.srt.mem_cache.unified_cache.tree_core_registry import (
     get_tree_core_factory,
     register_tree_core_backend,
@@ -39,6 +39,7 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 from sglang_bitexact_hicache.lineage import Copy
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
@@ -210,6 +211,43 @@ class BxSWA(SWAComponent):
             result=result,
             cache_actions=cache_actions,
         )
+
+    def prepare_prefetch(self, node_id: int, *, prefetch_tokens: int = 0) -> PreparePrefetchResult:
+        """A prefetch of whole pages brings one record, into one slot."""
+        wanted = self.cache.truth_storage is not None and prefetch_tokens >= self.cache.page_size
+        return PreparePrefetchResult(staging_tokens=int(wanted))
+
+    def alloc_prefetch_staging(self, num_tokens: int) -> torch.Tensor | None:
+        """The slot; SGLang releases it by its host index unless the commit takes it."""
+        return self.cache.truth_storage.alloc(num_tokens)
+
+    def build_hicache_transfers(
+        self, node: UnifiedTreeNode, phase: CacheTransferPhase, **kwargs: Any
+    ) -> list | None:
+        """Truth goes to storage and comes from there with KV. Between device and host it does not ride
+        with nodes: it is captured and restored for a request."""
+        storage = self.cache.truth_storage
+        if storage is None:
+            return None
+        if phase == CacheTransferPhase.BACKUP_STORAGE:
+            return storage.write_transfers(node)
+        if phase == CacheTransferPhase.PREFETCH and kwargs.get("staging_tokens"):
+            return storage.fetch_transfers(node)
+        return None
+
+    def commit_hicache_transfer(
+        self,
+        node: UnifiedTreeNode,
+        phase: CacheTransferPhase,
+        transfers: list = (),
+        *,
+        cache_actions: list,
+        insert_result: InsertResult | None = None,
+        pool_storage_result: Any = None,
+    ) -> None:
+        """A prefetch is in the tree: its truth is published, or its slot given back."""
+        if phase == CacheTransferPhase.PREFETCH and transfers:
+            self.cache.truth_storage.commit(transfers, insert_result, pool_storage_result)
 
     def update_component_on_insert_overlap(
         self,

@@ -16,11 +16,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_bitexact_hicache import engagement, refusals, seams, sizing
 from sglang_bitexact_hicache.aligned import AlignedPrefill
+from sglang_bitexact_hicache.constants import PAGE_SIZE
 from sglang_bitexact_hicache.options import Options, carry_available_dram, check_env_flags
+
+if TYPE_CHECKING:
+    from sglang_bitexact_hicache.storage import TruthStorage
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +78,15 @@ def around_create_unified_radix_cache(
 
     check_tree_writers()
     options = plan_pools(ctx)
+    aligned = aligned_rules(ctx.server_args, options)
+    # SGLang attaches its storage backend while it builds the host pools.
+    storage = plan_storage(ctx, aligned)
     cache = original(ctx, cache_class=BxCache)
-    cache.aligned = aligned_rules(ctx.server_args, options)
+    cache.aligned = aligned
     runtime = TruthRuntime.build(cache, ctx.server_args, options)
     cache.truth_runtime = runtime
+    cache.truth_storage = storage
+    storage.bind(cache)
     logger.info(
         "%s",
         sizing.startup_line(
@@ -137,6 +146,22 @@ def plan_pools(ctx: Any) -> Options:
         ranks=ranks_of_host(ctx.server_args),
     )
     return dataclasses.replace(options, sizing=planned)
+
+
+def plan_storage(ctx: Any, aligned: AlignedPrefill | None) -> TruthStorage:
+    """What storage is written and read under, active from here on in this process."""
+    from sglang_bitexact_hicache import storage, storage_backends
+    from sglang_bitexact_hicache.device_view import DeviceView
+    from sglang_bitexact_hicache.storage_names import StorageNames, facts_of
+
+    kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    layout = DeviceView(kvcache).layout
+    unit = 0 if aligned is None else aligned.chunk
+    names = StorageNames.of(facts_of(ctx.server_args, kvcache, layout, unit))
+    planned = storage.TruthStorage(names, layout, unit or PAGE_SIZE)
+    storage.activate(planned)
+    storage_backends.register_backends()
+    return planned
 
 
 def aligned_rules(server_args: Any, options: Options) -> AlignedPrefill | None:

@@ -1,10 +1,12 @@
-"""Counters of what the feature did: plain values, bumped on the scheduler thread only.
+"""Counters of what the feature did: plain values, bumped on the scheduler thread only, but for those of
+storage (StorageCounters), which IO threads bump too.
 
 Nothing here knows whether anybody reads them; exporter.py hands them to Prometheus.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from dataclasses import asdict, dataclass
 
@@ -83,3 +85,53 @@ class Counters:
     def snapshot(self) -> dict[str, int]:
         """A copy as a plain dict, for logs and tests."""
         return asdict(self)
+
+
+@dataclass
+class StorageCounters:
+    """What happened between host memory and storage (L3) since startup. `add` from any thread."""
+
+    records_written: int = 0
+    """Boundaries whose record went to storage."""
+    records_present: int = 0
+    """Boundaries not written because storage has a record of them."""
+    bytes_written: int = 0
+    """Bytes of records that went to storage."""
+    write_not_own: int = 0
+    """Boundaries not written because storage holds other bytes for a page of their prefix."""
+    write_failed: int = 0
+    """Boundaries that storage did not take."""
+    pages_read_back: int = 0
+    """KV pages read back because storage held them before this process knew their bytes."""
+    records_read: int = 0
+    """Records that a prefetch read."""
+    records_loaded: int = 0
+    """Records that were verified and whose boundary became a hit."""
+    bytes_read: int = 0
+    """Bytes of KV and records that prefetches read."""
+    bytes_used: int = 0
+    """Of those, the bytes that came with a record that became a hit."""
+    refused_record: int = 0
+    """Records refused for their own bytes: header, checksums."""
+    refused_kv: int = 0
+    """Records refused because the KV that came with them is of another computation."""
+    unreadable: int = 0
+    """Prefetches that ended because storage did not give what it had said it holds."""
+    unproved: int = 0
+    """Verified records not used because host memory holds other pages of the prefix by then."""
+    not_asked: int = 0
+    """Prefetches not started because the prefix in host memory cannot be proved."""
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def add(self, **amounts: int) -> None:
+        """Bump several counters at once."""
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)
+
+    def snapshot(self) -> dict[str, int]:
+        """A copy as a plain dict, for logs and tests."""
+        with self._lock:
+            return asdict(self)

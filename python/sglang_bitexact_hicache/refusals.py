@@ -30,6 +30,9 @@ from sglang_bitexact_hicache.options import (
 from sglang_bitexact_hicache.policy import Kind
 from sglang_bitexact_hicache.sizing import LEAST_ROW_LIMIT
 
+STORAGE_BACKENDS = ("file", "nixl")
+"""SGLang's storage backends that this project was tested with."""
+
 RATIOS = frozenset({0, C4_RATIO, C128_RATIO})
 
 
@@ -423,9 +426,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "storage_backend",
         "--hicache-storage-backend",
-        "must be unset",
-        _field("hicache_storage_backend", None),
-        planned=True,
+        f"must be one of {', '.join(STORAGE_BACKENDS)}, or unset",
+        _field("hicache_storage_backend", None, *STORAGE_BACKENDS),
+        got=lambda s: s.cfg.hicache_storage_backend,
     ),
 )
 """Every rule, in the order in which it is reported."""
@@ -449,3 +452,12 @@ def check(startup: Startup) -> None:
             f"{ENV_FLAG}=1 cannot run with this configuration; change the flags below or unset "
             f"it:{lines}"
         )
+
+
+def storage_problem(storage_backend: str, write_policy: str | None) -> str | None:
+    """Why a storage backend cannot be attached at run time with this write policy, or None."""
+    if storage_backend not in STORAGE_BACKENDS:
+        return f"the storage backend must be one of {', '.join(STORAGE_BACKENDS)}"
+    if write_policy not in (None, "write_through"):
+        return f"the write policy must stay write_through, got {write_policy!r}"
+    return None

@@ -335,6 +335,21 @@ class TruthRuntime:
             if self.planner.publish(wanted) and wanted.keep is Keep.LIVE:
                 self.counters.decode_captured += 1
 
+    # ---- storage
+
+    def slot_events(self, slot: int) -> tuple[Event, ...]:
+        """The copies that may still write or read a host slot's bytes: whoever touches them on another
+        thread waits for these first."""
+        events = (self._written.get(slot), self._read.get(slot))
+        return tuple(event for event in events if event is not None)
+
+    def slot_landed(self, slot: int) -> None:
+        """A record came into the slot from storage, after everything in `slot_events`."""
+        self._written.pop(slot, None)
+        self._read.pop(slot, None)
+        if self._checks is not None:
+            self._checks.forget_source(slot)
+
     # ---- lifetime
 
     def drain(self) -> None:

@@ -37,6 +37,7 @@ from sglang_bitexact_hicache.lineage import (
     Row,
     RowTable,
 )
+from sglang_bitexact_hicache.refusals import storage_problem
 from sglang_bitexact_hicache.truth import TruthStore
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeNode
 
     from sglang_bitexact_hicache.runtime import TruthRuntime
+    from sglang_bitexact_hicache.storage import TruthStorage
 
 
 class Junction(NamedTuple):
@@ -85,6 +87,8 @@ class BxCache(UnifiedRadixCache):
         self.truth_runtime: TruthRuntime | None = None
         """The byte side (runtime.TruthRuntime), set by the factory. Its `forget(req)` is called when
         a request gives its row back, its `flush()` on a flush, before the store is reset."""
+        self.truth_storage: TruthStorage | None = None
+        """What goes to storage and comes from there (storage.TruthStorage). Set by the factory."""
         self.aligned: AlignedPrefill | None = None
         """The rules of aligned prefill where it is on. Set by the factory, before any request."""
         self.gate_counters = GateCounters()
@@ -278,18 +282,68 @@ class BxCache(UnifiedRadixCache):
             self.truth_runtime.forget(req)
 
     def attach_storage_backend(self, storage_backend: str, **options: Any) -> tuple[bool, str]:
-        """Refused at run time as at startup, until storage carries truth. Nothing changes."""
-        return False, (
-            f"the bit-exact HiCache does not support a storage backend yet ({storage_backend}); "
-            "restart with SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE=0 to use one"
+        """At run time as at startup: what startup would refuse is refused, and nothing changes."""
+        problem = storage_problem(storage_backend, options.get("hicache_write_policy"))
+        if problem is None and self.truth_storage is None:
+            problem = "this cache was built without storage"
+        if problem is None and self.truth_storage.closed:
+            problem = "the model's weights changed since this server started; restart it"
+        if problem is not None:
+            return False, f"bit-exact HiCache: {problem}"
+        attached = super().attach_storage_backend(storage_backend, **options)
+        self.truth_storage.attached()
+        return attached
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        """Stock, and what the IO threads had in hand is given back."""
+        detached = super().detach_storage_backend()
+        if self.truth_storage is not None and detached[0]:
+            self.truth_storage.detached()
+        return detached
+
+    def write_backup_storage(self, node_id: int) -> None:
+        """A node's KV goes to storage: its truths go with it (components.BxSWA, storage_writer.py)."""
+        before = len(self.ongoing_backup)
+        super().write_backup_storage(node_id)
+        if self.truth_storage is not None:
+            submitted = len(self.ongoing_backup) > before
+            self.truth_storage.submitted(next(reversed(self.ongoing_backup)) if submitted else None)
+
+    def prefetch_from_storage(
+        self,
+        request: Any,
+        last_host_node_id: int,
+        new_input_tokens: Any,
+        last_hash: str | None = None,
+        prefix_keys: list[str] | None = None,
+        **options: Any,
+    ) -> bool | None:
+        """Only behind a prefix that can be proved; and storage is always asked: what it said for another
+        request does not say where a record is."""
+        if self.truth_storage is None or not self.truth_storage.provable(last_host_node_id):
+            return None
+        options.pop("storage_hit_end", None)
+        return super().prefetch_from_storage(
+            request, last_host_node_id, new_input_tokens, last_hash, prefix_keys, **options
         )
 
     def release_host_resources(self) -> None:
-        """Graceful shutdown: the byte side ends its threads and lets its host memory go. Idempotent."""
+        """Graceful shutdown: the byte side ends its threads and lets its host memory go. Idempotent.
+
+        Storage first: its threads read and write that memory, and SGLang detaches only at exit.
+        """
+        self.shutdown()
         super().release_host_resources()
         runtime, self.truth_runtime = self.truth_runtime, None
         if runtime is not None:
             runtime.close()
+
+    def _drain_storage_control_queues_impl(self, **options: Any) -> None:
+        """SGLang takes acknowledgements of its IO threads, as many on every rank: then, and not when
+        a thread happens to be done, the slots of those operations are unlocked."""
+        super()._drain_storage_control_queues_impl(**options)
+        if self.truth_storage is not None:
+            self.truth_storage.settle()
 
     def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
         """Ends the match at the deepest page that the gate accepts, cutting a node if need be.
@@ -336,6 +390,8 @@ class BxCache(UnifiedRadixCache):
         self._junctions.clear()
         self._healers.clear()
         self.store.reset()
+        if self.truth_storage is not None:
+            self.truth_storage.flush()
 
     # ---- called by the components
 
@@ -373,8 +429,10 @@ class BxCache(UnifiedRadixCache):
             own = row.id_of(base)
             # Allocated is what a launched step may have computed: beyond `end` it read own pages.
             went_on_from_here = not finished and req.kv.kv_allocated_len == end
-            if whole and own != tail and went_on_from_here:
-                self.gate_counters.healed += self.store.move(own, tail)
+            if whole and own != tail and went_on_from_here and self.store.move(own, tail):
+                self.gate_counters.healed += 1
+                if self.truth_storage is not None:
+                    self.truth_storage.write_late(self.tree_core.node_by_id(req.last_node))
             row.rebase(tail, base)
             if self.junction(req) is None:
                 self._no_longer_healing(req)

@@ -19,6 +19,7 @@ Pure Python. Scheduler thread only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sglang_bitexact_hicache.lineage import Lineages
@@ -53,6 +54,8 @@ class TruthStore:
         self.slots = SlotTable(capacity)
         self.lineages = Lineages(on_death=self._lineage_died)
         self.counters = TruthCounters()
+        self.on_death: Callable[[int], None] | None = None
+        """Told of every lineage that nobody refers to any more."""
         self._slot_of: dict[int, int] = {}
 
     @property
@@ -185,3 +188,5 @@ class TruthStore:
         if slot is not None:
             self.slots.retire(slot)
             self.counters.died_with_lineage += 1
+        if self.on_death is not None:
+            self.on_death(lineage)

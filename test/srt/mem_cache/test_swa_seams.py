@@ -101,9 +101,8 @@ def test_a_missing_target_is_named_with_the_version(table):
         assert len(text.splitlines()) == 2
 
 
-@pytest.mark.parametrize("name", [seam.attribute for seam in seams.SEAMS])
-def test_a_changed_signature_is_named(name):
-    seam = _seam(name)
+@pytest.mark.parametrize("seam", seams.SEAMS, ids=lambda seam: seam.target)
+def test_a_changed_signature_is_named(seam):
     changed = dataclasses.replace(seam, parameters=(*seam.parameters[:-1], "another"))
     with pytest.raises(ValueError) as error:
         seams.require_source([changed])

@@ -343,7 +343,7 @@ CASES: dict[str, Case] = {
     "dp": _case("--dp-size", "2"),
     "attn_dp": _case("--attn-dp-size", "2", "--tp-size", "2"),
     "pp": _case("--pp-size", "2"),
-    "storage_backend": _case("--hicache-storage-backend", "file"),
+    "storage_backend": _case("--hicache-storage-backend", "mooncake"),
 }
 
 

@@ -212,10 +212,19 @@ def _install_transfers() -> None:
             setattr(module, name, kernel)
     # There is no device to register host memory with.
     rebind("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _no_host_registration)
+    rebind(
+        "sglang.srt.mem_cache.memory_pool_host.DeepSeekV4PagedHostPool.get_dummy_flat_data_page",
+        _pageable_page,
+    )
 
 
 def _no_host_registration(*_args: Any, **_kwargs: Any) -> None:
     """Stands for ``_cuda_host_register``: host memory stays ordinary memory."""
+
+
+def _pageable_page(pool: Any) -> torch.Tensor:
+    """Stands for ``DeepSeekV4PagedHostPool.get_dummy_flat_data_page``, whose buffer is pinned."""
+    return torch.zeros(pool.layer_num * pool.item_bytes, dtype=pool.dtype)
 
 
 def _install_model_shims() -> None:

@@ -1,0 +1,358 @@
+"""TruthStorage: what the scheduler decides about storage (L3), and what it shares with the IO threads.
+
+    write     a node's KV goes to storage (BxCache.write_backup_storage): the truths of its pages go along
+              (storage_writer.py); slots are locked until SGLang acknowledges the operation
+    fetch     a prefetch is submitted: the prefix that is in the tree already goes along, so that the
+              record can be verified with all of [0, P) (storage_guard.py)
+    commit    the pages are in the tree: the ones that survived there are compared with the ones that
+              were verified; then they are one chain, and the truth is published
+
+Identity in this process is lineage; across processes it is digests of the pages' bytes. `KvPage` joins
+them: one object a lineage, with the digest once somebody has computed it.
+
+Scheduler thread only, but for the tables that say otherwise (refused, stored, counters, landing).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_bitexact_hicache.constants import PAGE_SIZE
+from sglang_bitexact_hicache.layout import POOLS, WINDOW_POOL, RecordLayout
+from sglang_bitexact_hicache.lineage import ROOT, UNKNOWN, Copy
+from sglang_bitexact_hicache.metrics import StorageCounters
+from sglang_bitexact_hicache.policy import Keep
+from sglang_bitexact_hicache.refused import RefusedKeys
+from sglang_bitexact_hicache.storage_guard import (
+    OTHER_KV_SECONDS,
+    Fetch,
+    StrictStorage,
+    TruthTransfer,
+    fetch_transfers,
+)
+from sglang_bitexact_hicache.storage_kv import HostKv, HostSpan, KvPage, host_pages
+from sglang_bitexact_hicache.storage_names import StorageNames
+from sglang_bitexact_hicache.storage_pool import Landing, TruthPagePool
+from sglang_bitexact_hicache.storage_writer import Boundary, Write
+from sglang_bitexact_hicache.stored_pages import StoredPages
+
+if TYPE_CHECKING:
+    from sglang_bitexact_hicache.tree import BxCache
+
+logger = logging.getLogger(__name__)
+
+SPARE_SPANS = 64
+"""Spans of nodes that are gone, beyond as many as there are nodes, before they are swept out."""
+
+
+class TruthStorage:
+    """See the module's docstring.
+
+    Made before the cache, because SGLang attaches its backend while it builds the host pools; `bind`
+    gives it the cache, before the server takes a request.
+
+    Args:
+        names: under which records are stored.
+        layout: of this stage's records.
+        unit: tokens of which every boundary is a multiple (a page, or a chunk with aligned prefill).
+    """
+
+    def __init__(self, names: StorageNames, layout: RecordLayout, unit: int = PAGE_SIZE) -> None:
+        self.names = names
+        self.layout = layout
+        self.unit_pages = unit // PAGE_SIZE
+        self.counters = StorageCounters()
+        self.refused = RefusedKeys()
+        """What storage holds and must not be asked for again. Any thread."""
+        self.stored = StoredPages()
+        """The bytes that storage is known to hold. Any thread."""
+        self.landing = Landing()
+        self.closed = False
+        """Storage is neither read nor written any more: its names do not fit this server's weights."""
+        self.kv: HostKv | None = None
+        self.scratch: torch.Tensor | None = None
+        """Host indices of one page of SGLang's KV pools, for the backup thread to read into."""
+        self._pages: dict[int, KvPage] = {}
+        self._spans: dict[int, HostSpan] = {}
+        self._prepared: Write | None = None
+        self._writes: dict[int, Write] = {}
+
+    def guard(self, backend: Any) -> StrictStorage:
+        """SGLang's backend, made strict."""
+        return StrictStorage.around(backend, self)
+
+    def bind(self, cache: BxCache) -> None:
+        """Join the cache that was built, its truth store and its host pools."""
+        runtime = cache.truth_runtime
+        self.cache = cache
+        self.store = cache.store
+        self.pools = runtime.pools
+        self.slot_events = runtime.slot_events
+        group = cache.host_pool_group
+        self.kv = HostKv(group, [spec.pool_name for spec in cache.sidecar_pool_specs])
+        self.store.on_death = self._lineage_died
+        self._slots = TruthPagePool(WINDOW_POOL, self.pools, self.store, self.landing)
+        for pool in POOLS:
+            self._register(pool)
+        self.attached()
+
+    def _register(self, pool: str) -> None:
+        from sglang.srt.mem_cache.pool_host.group import PoolEntry
+
+        host_pool = (
+            self._slots
+            if pool == WINDOW_POOL
+            else TruthPagePool(pool, self.pools, self.store, self.landing)
+        )
+        entry = PoolEntry(
+            name=self.names.pools[pool],
+            host_pool=host_pool,
+            device_pool=None,
+            layer_mapper=lambda _layer: None,
+        )
+        self.cache.cache_controller.register_host_pool_entry(entry)
+
+    # ---- attach and detach
+
+    def attached(self) -> None:
+        """A backend may be there now: keep one host page aside for reading back."""
+        if self.cache.enable_storage and self.scratch is None:
+            self.scratch = self.cache.cache_controller.mem_pool_host.alloc(PAGE_SIZE)
+
+    def detached(self) -> None:
+        """The backend is gone; what it held is not known of the next one."""
+        self.settle()
+        self.refused.clear()
+        self.stored.clear()
+        if self.scratch is not None:
+            self.cache.cache_controller.mem_pool_host.free(self.scratch)
+            self.scratch = None
+
+    def weights_changed(self) -> None:
+        """The weights were replaced: nothing in storage is theirs, and nothing may be added to it."""
+        if not self.closed:
+            self.closed = True
+            logger.warning(
+                "bit-exact HiCache: the model's weights changed, so storage (L3) is neither read nor "
+                "written any more; restart with another --weight-version to use it again"
+            )
+
+    # ---- write
+
+    def write_transfers(self, node: Any) -> list[TruthTransfer] | None:
+        """For the storage write of a node that begins: its truths, and its prefix. None where the
+        prefix in host memory is not one computation, or its bytes are on their way."""
+        path = self._path(node.id)
+        if path is None:
+            return None
+        start = sum(len(span.hashes) for span in path[:-1])
+        boundaries = []
+        for pages, lineage in enumerate(path[-1].copy.ids, start + 1):
+            slot = self.store.lookup(lineage)
+            if slot is None or self.store.slots.keep(slot) is Keep.FILL:
+                continue
+            self.store.lock(slot)
+            boundaries.append(Boundary(pages, slot, self.slot_events(slot)))
+        self._prepared = Write(path, boundaries)
+        return [
+            TruthTransfer(
+                name=self.names.pools[WINDOW_POOL],
+                host_indices=torch.empty(0, dtype=torch.int64),
+                keys=[],
+                job=self._prepared,
+            )
+        ]
+
+    def submitted(self, operation_id: int | None) -> None:
+        """The write that was prepared last has this id; None: nothing was submitted."""
+        job, self._prepared = self._prepared, None
+        if job is None:
+            return
+        if operation_id is None:
+            self._unlock(job)
+        else:
+            self._writes[operation_id] = job
+
+    def settle(self) -> None:
+        """Unlock what belongs to operations that SGLang has acknowledged or forgotten. On every rank
+        after the same acknowledgement."""
+        for operation_id in [i for i in self._writes if i not in self.cache.ongoing_backup]:
+            self._unlock(self._writes.pop(operation_id))
+
+    def write_late(self, node: Any) -> None:
+        """A page of a node that is in storage got its truth after its KV was written: write it alone."""
+        cache = self.cache
+        if not (cache.enable_storage and node.backuped and node.hash_value):
+            return
+        if node.write_through_pending_id is not None:
+            return  # its write is still to come
+        transfers = self.write_transfers(node)
+        if transfers is None:
+            return
+        operation_id = cache.cache_controller.write_storage(
+            torch.empty(0, dtype=torch.int64), [], hash_value=[], extra_pools=transfers
+        )
+        lock = cache.inc_host_lock_ref(node.id).to_dec_params()
+        cache.ongoing_backup[operation_id] = (node.id, lock)
+        self.submitted(operation_id)
+
+    # ---- fetch
+
+    def provable(self, node_id: int) -> bool:
+        """Whether what storage has behind this node could be proved to follow it."""
+        if self.closed:
+            return False
+        path = self._path(node_id)
+        if path is None:
+            self.counters.add(not_asked=1)
+        return path is not None
+
+    def fetch_transfers(self, anchor: Any) -> list[TruthTransfer] | None:
+        """For a prefetch behind this node: the record's pools, and the prefix."""
+        path = self._path(anchor.id)
+        return None if path is None else fetch_transfers(self.names.pools, Fetch(path))
+
+    def alloc(self, count: int) -> torch.Tensor | None:
+        """A slot for a record to land in, as SGLang's host index."""
+        return self._slots.alloc(count)
+
+    def commit(self, transfers: Sequence[TruthTransfer], insert_result: Any, result: Any) -> None:
+        """A prefetch is in the tree: publish its truth, or give the slot back.
+
+        All ranks come here with the same counts (SGLang reduces them), so with the same verdict.
+        """
+        primary = transfers[0]
+        job: Fetch = primary.job
+        slot = int(primary.host_indices[0])
+        hits = result.extra_pool_hit_pages
+        whole = all(hits.get(name) == 1 for name in self.names.pools.values())
+        target = insert_result.inserted_host_node
+        if not whole or job.seal is None or target is None:
+            self.store.discard(slot)
+            return
+        lineage = self._prove(job, target)
+        if lineage is None:
+            self.counters.add(unproved=1)
+            self.store.discard(slot)
+            return
+        self.cache.truth_runtime.slot_landed(slot)
+        pages = len(job.hashes)
+        if self.store.publish(lineage, slot, Keep.POINT, pages):
+            used = pages * self.kv.nbytes() + self.layout.slot_bytes
+            self.counters.add(records_loaded=1, bytes_used=used)
+
+    def flush(self) -> None:
+        """The tree was reset and SGLang's threads have stopped: nothing is in flight any more."""
+        for job in self._writes.values():
+            self._unlock(job)
+        self._writes.clear()
+        self._pages.clear()
+        self._spans.clear()
+        self.scratch = None
+        self.attached()
+
+    # ---- internals
+
+    def _unlock(self, job: Write) -> None:
+        for boundary in job.boundaries:
+            self.store.unlock(boundary.slot)
+
+    def _lineage_died(self, lineage: int) -> None:
+        self._pages.pop(lineage, None)
+
+    def _path(self, node_id: int) -> list[HostSpan] | None:
+        """The host copies from the root to a node; None where they are not one chain of known bytes."""
+        spans, previous = [], ROOT
+        for node in self.cache._path(node_id):
+            copy = self.cache.copies.of(node.id).host
+            if copy is None or copy.first_parent != previous or not copy.whole:
+                return None
+            span = self._span(node, copy)
+            if not span.known:
+                return None
+            spans.append(span)
+            previous = copy.last_id
+        return spans
+
+    def _span(self, node: Any, copy: Copy) -> HostSpan:
+        landed = node.write_through_pending_id is None
+        span = self._spans.get(node.id)
+        if span is None or span.copy is not copy or span.landed != landed:
+            pages = [self._pages.setdefault(lineage, KvPage()) for lineage in copy.ids]
+            rows = host_pages(node.component_data[0].host_value)
+            span = HostSpan(copy, list(node.hash_value), pages, rows, landed)
+            self._spans[node.id] = span
+            if len(self._spans) > 2 * len(self.cache.copies) + SPARE_SPANS:
+                live = {node_id for node_id, copies in self.cache.copies.items() if copies.host}
+                self._spans = {i: s for i, s in self._spans.items() if i in live}
+        return span
+
+    def _prove(self, job: Fetch, target: int) -> int | None:
+        """Give the pages of a verified prefix the identities of one chain; its last, or None.
+
+        `job.digests` is what the record was found true of. A page of the tree is that page if it lies
+        in the host row that was read, or if its digest, known by its lineage, is the same.
+        """
+        path = self.cache._path(target)
+        rows = [None] * (len(job.digests) - len(job.rows)) + list(job.rows)
+        if sum(self.cache.pages_of(node) for node in path) != len(rows):
+            return None
+        renamed, position, previous = [], 0, ROOT
+        for node in path:
+            copy = self.cache.copies.of(node.id).host
+            if copy is None:
+                return None
+            ids, parents = [], []
+            here = host_pages(node.component_data[0].host_value)
+            for row, lineage, parent in zip(here, copy.ids, copy.parents, strict=True):
+                known = self._pages.get(lineage)
+                read_now = row == rows[position]
+                if not read_now and (known is None or known.digest != job.digests[position]):
+                    # As long as the tree has this page, what storage has behind it is of no use.
+                    page_hash = [*job.path_hashes, *job.hashes][position]
+                    self.refused.refuse_page(page_hash, seconds=OTHER_KV_SECONDS)
+                    return None
+                if lineage == UNKNOWN or parent != previous:
+                    lineage = self.store.lineages.mint()
+                ids.append(lineage)
+                parents.append(previous)
+                previous = lineage
+                position += 1
+            renamed.append((node.id, Copy(tuple(ids), tuple(parents)), copy))
+        for node_id, copy, old in renamed:
+            if copy.ids != old.ids:
+                self.cache.copies.set_host(node_id, copy)
+        for lineage, digest in zip(
+            (i for _, c, _ in renamed for i in c.ids), job.digests, strict=True
+        ):
+            self._pages.setdefault(lineage, KvPage()).digest = digest
+        return previous
+
+
+_active: TruthStorage | None = None
+
+
+def activate(storage: TruthStorage | None) -> None:
+    """The storage of the cache that this process is building. One a process, as PoolName is one."""
+    global _active
+    _active = storage
+
+
+def after_create_backend(result: Any, *_args: Any, **_kwargs: Any) -> Any:
+    """AFTER StorageBackendFactory.create_backend: SGLang's backend, made strict."""
+    return None if _active is None else _active.guard(result)
+
+
+def after_storage_model_name(result: str | None, *_args: Any) -> str | None:
+    """AFTER cache_controller.storage_model_name: KV of this identity has keys of its own."""
+    return None if _active is None else _active.names.tagged(result)
+
+
+def after_weights_changed(_result: Any, *_args: Any, **_kwargs: Any) -> None:
+    """AFTER Scheduler.record_weight_version_change, which SGLang calls after every update of weights."""
+    if _active is not None:
+        _active.weights_changed()

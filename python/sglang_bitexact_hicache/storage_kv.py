@@ -1,0 +1,105 @@
+"""Seam: the bytes of compressed KV pages in SGLang's host pools, and their digests.
+
+A page of 256 tokens lies in several host pools (C4, C4 indexer, C128, with fp8 their rope planes),
+mirrored under one host index. Its digest (kv_chain.py) goes over all of them, layer by layer, whatever
+the host layout is, so servers with different `--hicache-mem-layout` agree.
+
+`HostKv` reads the memory of pages that the caller keeps from being freed or rewritten: IO threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sglang_bitexact_hicache.constants import PAGE_SIZE
+from sglang_bitexact_hicache.kv_chain import page_digest
+from sglang_bitexact_hicache.lineage import Copy
+
+
+class KvPage:
+    """What is known of one lineage's compressed page: its digest, once somebody has computed it.
+
+    Filled by IO threads, always with the same value, so that a race is harmless.
+    """
+
+    __slots__ = ("digest",)
+
+    def __init__(self, digest: bytes | None = None) -> None:
+        self.digest = digest
+
+
+@dataclass(frozen=True)
+class HostSpan:
+    """The host copy of one tree node, as IO threads need it. Made on the scheduler thread.
+
+    Attributes:
+        copy: whose identity it has; the span is good as long as the node has this copy.
+        hashes: the storage keys of its pages.
+        pages: what is known of each page, shared by all spans with the same lineage.
+        rows: host page numbers.
+        landed: whether its bytes have arrived from the device.
+    """
+
+    copy: Copy
+    hashes: list[str]
+    pages: list[KvPage]
+    rows: list[int]
+    landed: bool
+
+    @property
+    def known(self) -> bool:
+        """Whether every page's digest is, or can be, known."""
+        return self.landed or all(page.digest is not None for page in self.pages)
+
+
+def digests_of(spans: Iterable[HostSpan], kv: HostKv) -> list[bytes]:
+    """The digest of each page of the spans, computed where it is not known yet. IO threads."""
+    digests = []
+    for span in spans:
+        for page, row in zip(span.pages, span.rows, strict=True):
+            if page.digest is None:
+                page.digest = kv.digest(row)
+            digests.append(page.digest)
+    return digests
+
+
+class HostKv:
+    """Digests of host pages. Answers to `DeepSeekV4PagedHostPool.get_data_page`, without its copy.
+
+    Args:
+        group: SGLang's HostPoolGroup.
+        names: the pools that hold compressed KV (members of PoolName), all of them.
+    """
+
+    def __init__(self, group: Any, names: list[Any]) -> None:
+        self.names = sorted(names, key=lambda name: name.value)
+        self._layers: dict[str, list[np.ndarray]] = {}
+        for name in self.names:
+            pool = group.get_pool(name)
+            if pool.layout == "layer_first":
+                layers = [buffer.numpy() for buffer in pool.kv_buffer]
+            else:
+                pages = pool.kv_buffer.flatten(1).unflatten(1, (pool.layer_num, -1)).numpy()
+                layers = [pages[:, layer] for layer in range(pool.layer_num)]
+            self._layers[name.value] = layers
+
+    def digest(self, page: int) -> bytes:
+        """16 bytes over the page with this host page number (host index // 256)."""
+        return page_digest(self._parts(page))
+
+    def nbytes(self) -> int:
+        """Bytes of one page over all pools."""
+        return sum(layer[0].nbytes for layers in self._layers.values() for layer in layers)
+
+    def _parts(self, page: int) -> Iterator[tuple[str, Iterator[np.ndarray]]]:
+        for name, layers in self._layers.items():
+            yield name, (layer[page] for layer in layers)
+
+
+def host_pages(host_indices: Any) -> list[int]:
+    """Host page numbers of whole pages of host token indices (a CPU tensor, so nothing waits)."""
+    return (host_indices[::PAGE_SIZE] // PAGE_SIZE).tolist()

@@ -1,0 +1,139 @@
+"""Seam: under which names records and KV go to storage (L3), so that nothing is read that does not fit.
+
+A server's *identity* is a digest of everything that makes its bytes interchangeable with another
+server's: the layout of the whole model's records (RecordLayout over the layers of all stages), the
+model's configuration, name, revision and weight version, the dtypes, the SGLang version, the kind of
+device, the size of the tensor-parallel group (sums are split by it) and, with aligned prefill, the
+chunk size. Not the ring size, the number of slots, the stride or the host layout: those differ freely.
+
+The identity is part of
+
+* the names of the three truth pools, which become members of SGLang's `PoolName`: its collectives over
+  pools loop over that enum, so a name outside it would not be reduced across ranks;
+* the model name that storage backends put into the keys of the compressed KV, so that servers without
+  the feature, or with another identity, never seed pages under this one's records.
+
+Scheduler thread, once, before the host pools are built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_bitexact_hicache.layout import POOLS, RecordLayout
+
+FORMAT = "bx1"
+"""Version of everything that storage holds; a change of record.py or kv_chain.py needs another."""
+
+IDENTITY_BYTES = 16
+
+
+@dataclass(frozen=True)
+class StorageNames:
+    """The names of one identity.
+
+    Attributes:
+        identity: 16 bytes, also kept in each record's header.
+        pools: pool of the layout -> member of SGLang's PoolName.
+    """
+
+    identity: bytes
+    pools: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> StorageNames:
+        """Names for an identity made of these facts (JSON values)."""
+        text = json.dumps({"format": FORMAT, **facts}, sort_keys=True, default=str)
+        identity = hashlib.blake2b(text.encode(), digest_size=IDENTITY_BYTES).digest()
+        short = identity.hex()[:16]
+        members = extend_pool_names([f"{FORMAT}_{pool}_{short}" for pool in POOLS])
+        return cls(identity, dict(zip(POOLS, members, strict=True)))
+
+    def tagged(self, model_name: str | None) -> str:
+        """The model name under which storage keys the compressed KV."""
+        tag = f"{FORMAT}-{self.identity.hex()[:16]}"
+        return f"{model_name}-{tag}" if model_name else tag
+
+
+def facts_of(server_args: Any, kvcache: Any, layout: RecordLayout, unit: int) -> dict[str, Any]:
+    """What this server's bytes depend on; see the module's docstring.
+
+    Args:
+        server_args: the resolved ServerArgs record.
+        kvcache: the device KV pool.
+        layout: of this stage; the identity takes the layers of all stages.
+        unit: tokens of a chunk with aligned prefill, else 0.
+    """
+    import sglang
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
+
+    cfg = resolving_view(server_args)
+    return {
+        "layout": whole_model(layout, kvcache.compression_ratios).digest(),
+        "kv": str(kvcache.dtype),
+        "fp8": bool(kvcache._unified_kv_fp8),
+        "model": cfg.served_model_name,
+        "revision": cfg.revision,
+        "weights": cfg.weight_version,
+        "load_format": str(cfg.load_format),
+        "config": hashlib.sha256(
+            model_config_of(server_args).hf_config.to_json_string(use_diff=False).encode()
+        ).hexdigest(),
+        "dtype": str(model_config_of(server_args).dtype),
+        "quantization": cfg.quantization,
+        "sglang": sglang.__version__,
+        "device": device_kind(kvcache.device),
+        "tp": cfg.tp_size,
+        "aligned": unit,
+    }
+
+
+def whole_model(layout: RecordLayout, ratios: Sequence[int]) -> RecordLayout:
+    """A stage's layout with the layers of all stages, which is the same on each of them."""
+    return RecordLayout(
+        layers=tuple(range(len(ratios))),
+        ratios=tuple(ratios),
+        window_row_bytes=layout.window_row_bytes,
+        c4_row_bytes=layout.c4_row_bytes,
+        indexer_row_bytes=layout.indexer_row_bytes,
+        window_dtype=layout.window_dtype,
+        state_dtype=layout.state_dtype,
+    )
+
+
+def device_kind(device: Any) -> str:
+    """What computes: the accelerator's name, or the device's type where it has none."""
+    import torch
+
+    kind = torch.device(device).type
+    module = torch.get_device_module(kind)
+    return module.get_device_name() if hasattr(module, "get_device_name") else kind
+
+
+def extend_pool_names(names: Sequence[str]) -> list[Any]:
+    """Members of SGLang's `PoolName` with these values, added where they are missing.
+
+    Every rank must do this in the same order, before its first collective over pools.
+    """
+    from sglang.srt.mem_cache.hicache_storage import PoolName
+
+    return [PoolName._value2member_map_.get(name) or _add_member(PoolName, name) for name in names]
+
+
+def _add_member(enum: Any, value: str) -> Any:
+    # Enums are closed by their metaclass; a member is a str with these four attributes.
+    name = value.upper()
+    member = str.__new__(enum, value)
+    member._name_ = name
+    member._value_ = value
+    member.__objclass__ = enum
+    member._sort_order_ = len(enum._member_names_)
+    enum._member_names_.append(name)
+    enum._member_map_[name] = member
+    enum._value2member_map_[value] = member
+    type.__setattr__(enum, name, member)
+    return member

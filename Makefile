@@ -30,7 +30,7 @@ $(if $(PYTHON),,$(error this needs Python 3.11, and none was found: set PYTHON=/
 $(STAMP): requirements/cpu.txt requirements/dev.txt requirements/nixl.txt pyproject.toml test/reference_platform/pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; \
 	  sys.exit(0 if v[:2] == (3, 11) else "this needs Python 3.11 (found %d.%d): set PYTHON=/path/to/python3.11" % v[:2])'
-	@echo "setting up $(VENV) (about 2.5 GB, a few minutes)"
+	@echo "setting up $(VENV) (about 3 GB, a few minutes)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements/cpu.txt -r requirements/dev.txt
 	$(BIN)/python -m pip install -q --no-deps sglang==0.5.23

@@ -431,6 +431,18 @@ def test_indices_that_do_not_fit_the_keys_are_not_written(nixl, pools):
     assert nixl.pages_exist(WINDOW, ["k0", "k1", "k2"]) == [False, True, False]
 
 
+def test_the_cleaner_takes_a_page_with_its_records(nixl, pools):
+    """SGLang deletes whole groups of objects; their names must tell it that these are one."""
+    from sglang.srt.mem_cache.storage.nixl.nixl_cleaner import _parse_group_key
+
+    put_markers(nixl, ["k0"])
+    for name in pools.by_name:
+        put(nixl, pools, name, ["k0"], [0])
+    names = [f for _, _, files in os.walk(nixl.file_manager.base_dirs[0]) for f in files]
+    assert len(names) == 1 + sum(map(len, nixl._object_bytes.values()))
+    assert {_parse_group_key(name) for name in names} == {nixl._get_suffixed_key("k0")}
+
+
 # ---- threads
 
 

@@ -9,13 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang_bitexact_hicache.layout import (
-    CHECKSUM_BYTES,
-    HOST_HEADER_BYTES,
-    POOLS,
-    WINDOW_POOL,
-    RecordLayout,
-)
+from sglang_bitexact_hicache.layout import CHECKSUM_BYTES, POOLS, WINDOW_POOL, RecordLayout
 
 
 class TruthHostPools:
@@ -51,7 +45,7 @@ class TruthHostPools:
 
     def device_part(self, pool: str, slot: int) -> torch.Tensor:
         """What moves between host and device: the record less the header bytes the host owns."""
-        start = HOST_HEADER_BYTES if pool == WINDOW_POOL else 0
+        start = self.layout.host_header_bytes if pool == WINDOW_POOL else 0
         return self.buffers[pool][slot, start:]
 
     def checksums(self, slot: int) -> torch.Tensor:

@@ -10,9 +10,10 @@ order:
 * ``c4_state``: for every ratio-4 layer 4 rows of compressor overlap state;
 * ``c4_indexer_state``: for every ratio-4 layer 4 rows of indexer overlap state.
 
-The header of the window record starts with ``HOST_HEADER_BYTES`` that only the host writes (magic,
-version, chain: the storage part), followed by one 8-byte device checksum per section, which the
-capture writes on the device together with the rows.
+The header of the window record starts with ``RecordLayout.host_header_bytes`` that only the host
+writes (the storage part, record.py: what the record is, a hash of each section, marks of the KV
+chain), followed by one 8-byte device checksum per section, which the capture writes on the device
+together with the rows.
 """
 
 from __future__ import annotations
@@ -23,8 +24,17 @@ from dataclasses import dataclass
 
 from sglang_bitexact_hicache.constants import C4_RATIO, STATE_ROWS, WINDOW
 
-HOST_HEADER_BYTES = 256
-"""Header bytes that the host alone writes; the device copy of a record starts after them."""
+HOST_FIXED_BYTES = 256
+"""First part of the header bytes that the host alone writes: the fields of record.py, and room."""
+
+SECTION_HASH_BYTES = 8
+"""The hash of one section's stored bytes in that header, a little-endian xxh3_64."""
+
+KV_MARKS = 64
+"""Most pages at which a record keeps the value of the KV chain (kv_chain.py)."""
+
+KV_DIGEST_BYTES = 16
+"""The digest of a page of KV, and a value of the KV chain."""
 
 CHECKSUM_BYTES = 8
 """One section's device checksum, a little-endian int64."""
@@ -113,9 +123,15 @@ class RecordLayout:
         return len(self.layers) + 2 * len(self.c4_layers)
 
     @property
+    def host_header_bytes(self) -> int:
+        """Header bytes that the host alone writes; the device copy of a record starts after them."""
+        hashes = SECTION_HASH_BYTES * self.num_sections
+        return _align(HOST_FIXED_BYTES + hashes + KV_DIGEST_BYTES * KV_MARKS)
+
+    @property
     def header_bytes(self) -> int:
         """Bytes before the first row of the window record."""
-        return _align(HOST_HEADER_BYTES + CHECKSUM_BYTES * self.num_sections)
+        return _align(self.host_header_bytes + CHECKSUM_BYTES * self.num_sections)
 
     def record_bytes(self, pool: str) -> int:
         """Bytes of one slot of a pool, a multiple of the alignment (0 if the stage has no such rows)."""
@@ -157,7 +173,7 @@ class RecordLayout:
         """16 hex digits that differ whenever two layouts' bytes are not interchangeable."""
         text = repr(
             (
-                1,
+                2,
                 self.layers,
                 self.ratios,
                 self.window_row_bytes,

@@ -14,13 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_bitexact_hicache.layout import (
-    CHECKSUM_BYTES,
-    HOST_HEADER_BYTES,
-    POOLS,
-    WINDOW_POOL,
-    RecordLayout,
-)
+from sglang_bitexact_hicache.layout import CHECKSUM_BYTES, POOLS, WINDOW_POOL, RecordLayout
 from sglang_bitexact_hicache.transfer import Event
 
 
@@ -35,7 +29,7 @@ class DeviceStaging:
         self._rows: dict[str, list[torch.Tensor]] = {}
         self._words: dict[str, torch.Tensor] = {}
         for pool in POOLS:
-            skip = HOST_HEADER_BYTES if pool == WINDOW_POOL else 0
+            skip = layout.host_header_bytes if pool == WINDOW_POOL else 0
             nbytes = layout.record_bytes(pool) - skip
             try:
                 buffer = torch.zeros((slots, nbytes), dtype=torch.uint8, device=device)

@@ -12,9 +12,12 @@ from sglang_bitexact_hicache.layout import (
     ALIGNMENT,
     C4_POOL,
     CHECKSUM_BYTES,
-    HOST_HEADER_BYTES,
+    HOST_FIXED_BYTES,
     INDEXER_POOL,
+    KV_DIGEST_BYTES,
+    KV_MARKS,
     POOLS,
+    SECTION_HASH_BYTES,
     WINDOW_POOL,
     RecordLayout,
 )
@@ -53,7 +56,23 @@ def test_sections_tile_each_record_without_overlap(layout):
         assert layout.record_bytes(pool) % ALIGNMENT == 0
     assert indices == list(range(layout.num_sections))
     assert layout.slot_bytes == sum(layout.record_bytes(pool) for pool in POOLS)
-    assert layout.header_bytes >= HOST_HEADER_BYTES + CHECKSUM_BYTES * layout.num_sections
+
+
+@given(layouts())
+def test_the_header_has_room_for_every_part(layout):
+    host = HOST_FIXED_BYTES + SECTION_HASH_BYTES * layout.num_sections + KV_DIGEST_BYTES * KV_MARKS
+    assert host <= layout.host_header_bytes < host + ALIGNMENT
+    whole = layout.host_header_bytes + CHECKSUM_BYTES * layout.num_sections
+    assert whole <= layout.header_bytes < whole + ALIGNMENT
+    # The device part of a record is as aligned as the record.
+    assert layout.host_header_bytes % ALIGNMENT == layout.header_bytes % ALIGNMENT == 0
+
+
+def test_the_header_of_a_real_model():
+    layout = RecordLayout(tuple(range(61)), (0, *[4, 128] * 30), 1024, 8192, 2048)
+    assert layout.num_sections == 121
+    assert (layout.host_header_bytes, layout.header_bytes) == (2304, 3328)
+    assert layout.slot_bytes == 9_227_520
 
 
 @given(layouts(), layouts())

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from sglang_bitexact_hicache.metrics import Counters
+from sglang_bitexact_hicache.metrics import Counters, StorageCounters
 from sglang_bitexact_hicache.tree import BxCache
 
 PREFIX = "sglang:bitexact_hicache_"
@@ -73,6 +73,10 @@ class Metric:
 
 def _counters(cache: BxCache) -> Counters:
     return cache.truth_runtime.counters
+
+
+def _stored(cache: BxCache) -> StorageCounters:
+    return cache.truth_storage.counters
 
 
 def _count(name: str, meaning: str, read: Read | Mapping[str, Read]) -> Metric:
@@ -179,6 +183,60 @@ METRICS: tuple[Metric, ...] = (
         "checks_verified",
         "Restores that the debug checks verified on the device.",
         lambda c: _counters(c).checks_verified,
+    ),
+    _count(
+        "storage_written",
+        "Records of boundaries that went to storage (L3).",
+        lambda c: _stored(c).records_written,
+    ),
+    _count(
+        "storage_written_bytes",
+        "Bytes of those records.",
+        lambda c: _stored(c).bytes_written,
+    ),
+    _count(
+        "storage_not_written",
+        "Boundaries whose record did not go to storage. present: storage has one. not_own: storage has "
+        "other bytes for a page of the prefix, or not all of them. failed: storage did not take it.",
+        {
+            "present": lambda c: _stored(c).records_present,
+            "not_own": lambda c: _stored(c).write_not_own,
+            "failed": lambda c: _stored(c).write_failed,
+        },
+    ),
+    _count(
+        "storage_loaded",
+        "Records that came from storage, were verified with their KV, and became a hit.",
+        lambda c: _stored(c).records_loaded,
+    ),
+    _count(
+        "storage_read_bytes",
+        "Bytes of KV and records that were read from storage for prefetches.",
+        lambda c: _stored(c).bytes_read,
+    ),
+    _count(
+        "storage_used_bytes",
+        "Of those, the bytes that came with a record that became a hit.",
+        lambda c: _stored(c).bytes_used,
+    ),
+    _count(
+        "storage_read_back_pages",
+        "KV pages read back, to find out whether storage holds what this server would have written.",
+        lambda c: _stored(c).pages_read_back,
+    ),
+    _count(
+        "storage_refused",
+        "Prefetches from storage that came to nothing. record: the record's own bytes are wrong. kv: the "
+        "KV is of another computation than the record. unreadable: storage did not give what it had "
+        "announced. unproved: host memory holds another computation's pages by then. not_asked: not even "
+        "started, for that reason.",
+        {
+            "record": lambda c: _stored(c).refused_record,
+            "kv": lambda c: _stored(c).refused_kv,
+            "unreadable": lambda c: _stored(c).unreadable,
+            "unproved": lambda c: _stored(c).unproved,
+            "not_asked": lambda c: _stored(c).not_asked,
+        },
     ),
     Metric(
         f"{PREFIX}restore_seconds",

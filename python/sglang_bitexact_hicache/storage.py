@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+KNOWN_PAGES = 1 << 18
+"""Pages in storage whose digests are remembered: 70 MB of host memory, 67 million tokens."""
+
 SPARE_SPANS = 64
 """Spans of nodes that are gone, beyond as many as there are nodes, before they are swept out."""
 
@@ -68,7 +71,7 @@ class TruthStorage:
         self.counters = StorageCounters()
         self.refused = RefusedKeys()
         """What storage holds and must not be asked for again. Any thread."""
-        self.stored = StoredPages()
+        self.stored = StoredPages(KNOWN_PAGES)
         """The bytes that storage is known to hold. Any thread."""
         self.landing = Landing()
         self.closed = False

@@ -191,9 +191,11 @@ class StrictStorage(HiCacheStorage):
         if self.backend.batch_exists([page_hash]):
             return True
         inner = self.backend
-        if not isinstance(inner, HiCacheFile):
-            return False
-        return any(inner.exists(inner._log_key(p, page_hash)) for p in self._storage.kv.names)
+        if isinstance(inner, HiCacheFile):
+            keys = (inner._log_key(pool, page_hash) for pool in self._storage.kv.names)
+            return any(map(inner.exists, keys))
+        pools = self._storage.kv.names
+        return any(inner.pages_exist(pool, [page_hash])[0] for pool in pools)
 
     def holds_record(self, page_hash: str) -> bool:
         """Whether storage has the page's KV and all three records."""

@@ -9,6 +9,7 @@ the host layout is, so servers with different `--hicache-mem-layout` agree.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,12 @@ def digests_of(spans: Iterable[HostSpan], kv: HostKv) -> list[bytes]:
     return digests
 
 
+PAUSE_SECONDS = 0.0002
+"""After each page that an IO thread hashes. The parts of a page are too small for xxhash to release the
+interpreter lock, so without a pause the scheduler thread waits for it at every operation of its own
+(docs/l3.md has the measurement)."""
+
+
 class HostKv:
     """Digests of host pages. Answers to `DeepSeekV4PagedHostPool.get_data_page`, without its copy.
 
@@ -88,8 +95,10 @@ class HostKv:
             self._layers[name.value] = layers
 
     def digest(self, page: int) -> bytes:
-        """16 bytes over the page with this host page number (host index // 256)."""
-        return page_digest(self._parts(page))
+        """16 bytes over the page with this host page number (host index // 256). Pauses afterwards."""
+        digest = page_digest(self._parts(page))
+        time.sleep(PAUSE_SECONDS)
+        return digest
 
     def nbytes(self) -> int:
         """Bytes of one page over all pools."""

@@ -7,7 +7,9 @@ row, staging record, token or thread that a scenario leaves behind fails whichev
 from __future__ import annotations
 
 import random
+import re
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -58,6 +60,29 @@ def to_host(h: Harness) -> Steps:
     yield
 
 
+def settle_storage(h: Harness) -> Steps:
+    """Step until storage has everything that is on its way there."""
+    yield from h.settle()
+    while h.cache.ongoing_backup or h.cache.ongoing_prefetch:
+        yield
+    yield from h.settle()
+
+
+def to_storage(h: Harness) -> Steps:
+    """What is cached is in storage, and nowhere else."""
+    yield from settle_storage(h)
+    yield from h.flush()
+
+
+def stays(h: Harness) -> Steps:
+    """What is cached stays where it is."""
+    yield from ()
+
+
+AWAY = {"device": stays, "host": to_host, "storage": to_storage}
+"""By tier: how the next hit is made to come from there."""
+
+
 def counters(h: Harness) -> dict[str, int]:
     """The feature's counters."""
     return h.runtime.counters.snapshot()
@@ -95,7 +120,8 @@ def leak_free(h: Harness) -> Steps:
         aside = cache.truth_storage.scratch if entry.is_primary_index_anchor else None
         free = entry.host_pool.available_size() + (0 if aside is None else len(aside))
         assert free == entry.host_pool.size, "host KV leaked"
-    threads = {t.name for t in threading.enumerate()}
+    # SGLang starts its storage threads anew at a flush; unnamed ones are numbered.
+    threads = Counter(re.sub(r"-\d+", "", t.name) for t in threading.enumerate())
     assert threads <= h.state.setdefault("threads", threads), "a thread was left"
 
 
@@ -112,8 +138,7 @@ def patched(target: Any, name: str, value: Any) -> Iterator[None]:
 
 def hit_over_dirt(h: Harness, ids: Sequence[int], new: int, tier: str) -> Steps:
     """A prompt that hits, from device or host memory, over dirty rings: (its result, counter gains)."""
-    if tier == "host":
-        yield from to_host(h)
+    yield from AWAY[tier](h)
     dirty_rings(h)
     before = counters(h)
     hit = yield from h.generate(ids, new)
@@ -374,8 +399,7 @@ def chat(h: Harness, ids: Sequence[int], answer: int, more: int, new: int, tier:
 
     results = []
     for apply in (runtime._restore.apply, placed, skipping(runtime._restore)):
-        if tier == "host":
-            yield from to_host(h)
+        yield from AWAY[tier](h)
         dirty_rings(h)
         before = counters(h)
         checks = runtime._checks if apply == runtime._restore.apply else None

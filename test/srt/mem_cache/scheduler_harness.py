@@ -46,6 +46,7 @@ class Result:
     cached: int
     device: int
     host: int
+    storage: int = 0
     error: str | None = None
 
     def same_answer(self, other: Result) -> bool:
@@ -135,6 +136,7 @@ class Harness:
             cached=req.cached_tokens,
             device=req.cached_tokens_device,
             host=req.cached_tokens_host,
+            storage=req.cached_tokens_storage,
             error=reason.message if isinstance(reason, FINISH_ABORT) else None,
         )
 

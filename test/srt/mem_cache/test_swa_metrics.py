@@ -29,7 +29,8 @@ NOT_EXPORTED = {
     "GateCounters.matches": "SGLang counts requests; a waiting one is matched again and again",
     "GateCounters.second_walks": "cost of the gate, for the benchmark",
     "GateCounters.device_walks": "cost of the gate, for the benchmark",
-    "GateCounters.host_inserts_dropped": "storage, which is refused",
+    "GateCounters.host_inserts_dropped": "storage_refused counts what came of it: SGLang logs it",
+    "StorageCounters.records_read": "storage_read_bytes",
 }
 """Counters that /metrics leaves out, and what says the same or why it is of no use there."""
 
@@ -56,9 +57,10 @@ def a_hit(h: Harness) -> Steps:
     return hit.cached, counters, (store.in_use(), store.capacity)
 
 
-def plain_counters(h: Harness) -> tuple[Any, Any, Any]:
-    """The three dataclasses that are exported."""
-    return h.runtime.counters, h.cache.store.counters, h.cache.gate_counters
+def plain_counters(h: Harness) -> tuple[Any, ...]:
+    """The dataclasses that are exported."""
+    stored = h.cache.truth_storage.counters
+    return h.runtime.counters, h.cache.store.counters, h.cache.gate_counters, stored
 
 
 def a_prompt_without_truth(h: Harness) -> Steps:

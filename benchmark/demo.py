@@ -11,6 +11,8 @@ Starts stock `sglang.launch_server` on the reference platform, once per arm
 3. the same two kinds of hit once other prompts have pushed the prefix out to host memory.
 4. a conversation whose second turn resumes on a page that the first answer completed, from the
    device and from host memory; it must equal the writer, continued (demo_chat.py).
+5. with the feature only: a server is stopped and another one started on the same storage (L3), which
+   must answer from there; and must refuse a record of which one bit was flipped (demo_restart.py).
 
 Prints one table and, last, one line of key=value pairs. Exit status 0 only if every hit of the
 on-arm was restored, verified and equal to its cold run (ids and logprobs), and the off-arm differs
@@ -23,7 +25,7 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +33,7 @@ from tempfile import TemporaryDirectory
 from tabulate import tabulate
 
 import demo_chat
+import demo_restart
 from dsv4_reference_platform.launch import Server
 from dsv4_reference_platform.poke import Poker
 
@@ -109,6 +112,13 @@ CHAT_STEPS = [
     Step("turn 2, host", "", "answer", demo_chat.BOUNDARY, "host"),
 ]
 """Rows of the table that the conversation fills; their reference is the writer, continued."""
+RESTART_STEPS = [
+    Step(demo_restart.WHOLE, PROMPT, "chunk end", last_page(PROMPT), "storage"),
+    # All of a prefetch or nothing: what came with the refused record is not used either.
+    Step(demo_restart.FLIPPED, PROMPT, "chunk end", 0, "-"),
+    Step(demo_restart.AFTER, PROMPT, "interior", last_page(PROMPT) - PAGE, "storage"),
+]
+"""Rows of the table that the second server on a storage fills, in the on-arm only."""
 
 
 @dataclass
@@ -119,6 +129,7 @@ class Arm:
     rows: dict[str, Row] = field(default_factory=dict)
     cold: dict[str, tuple] = field(default_factory=dict)
     chat: dict[str, demo_chat.Turn] = field(default_factory=dict)
+    restart: demo_restart.Restart | None = None
     failures: int = 0
 
 
@@ -162,17 +173,21 @@ def checks(log: str) -> dict[str, int]:
     return counts
 
 
-def run_arm(flag: str, log_path: Path, poker: Poker, say: Progress) -> Arm:
-    """Start one arm's server, run the script and the conversation, stop it."""
-    arm = Arm(flag)
-    env = {
+def arm_server(flag: str, log_path: Path, args: Sequence[str], env: Mapping[str, str]) -> Server:
+    """An arm's server, not started, with more arguments and environment."""
+    flags = {
         "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": flag,
         "SGLANG_UNIFIED_KV_BIT_EXACT_ALLOW_NON_HIP": "1",
         "SGLANG_SWA_DBG_CHECKSUM": "1",
-        **poker.env,
     }
+    return Server([*SERVER_ARGS, *args], {**flags, **env}, log_path=log_path)
+
+
+def run_arm(flag: str, log_path: Path, poker: Poker, say: Progress) -> Arm:
+    """Start one arm's server, run the script and the conversation, stop it."""
+    arm = Arm(flag)
     say(f"arm {flag}: starting the server")
-    with Server(SERVER_ARGS, env, log_path=log_path) as server:
+    with arm_server(flag, log_path, (), poker.env) as server:
         say(f"arm {flag}: up after {server.boot_seconds:.0f} s")
         for prompt in (PROMPT, DEVICE_FORK, HOST_FORK):
             server.flush_cache()
@@ -232,15 +247,42 @@ def add_chat_rows(arm: Arm, reference: demo_chat.Turn | None) -> None:
         )
 
 
+def run_restart(arm: Arm, logs: Path, folder: Path, say: Progress) -> None:
+    """Stop and start servers of the on-arm on a storage in `folder`; its rows, against their cold run."""
+    arm.restart = demo_restart.restart(
+        PROMPT,
+        range(PAGE, last_page(PROMPT) + 1, PAGE),
+        folder,
+        lambda name, args, env: arm_server(arm.flag, logs / f"{name}.log", args, env),
+        ask,
+        checks,
+        dirty,
+        say,
+    )
+    arm.failures += arm.restart.failures
+    for name, repeat in arm.restart.repeats.items():
+        usage = repeat.reply["usage"]
+        arm.rows[name] = Row(
+            prompt_tokens=usage["prompt_tokens"],
+            cached=usage["prompt_tokens_details"]["cached_tokens"],
+            source=source((repeat.reply.get("sglext") or {}).get("cached_tokens_details") or {}),
+            verified=min(repeat.checks[line] for line in CHECK_LINES),
+            mismatches=repeat.checks["failures"],
+            text_equal=repeat.answer[:2] == arm.restart.cold[:2],
+            logprobs_equal=repeat.answer[2] == arm.restart.cold[2],
+        )
+
+
 def source(details: dict) -> str:
     """The tiers that a prefix came from, as in "device 1024 + host 1536"."""
-    parts = [f"{tier} {details[tier]}" for tier in ("device", "host") if details.get(tier)]
+    tiers = ("device", "host", "storage")
+    parts = [f"{tier} {details[tier]}" for tier in tiers if details.get(tier)]
     return " + ".join(parts) or "-"
 
 
 def problems(off: Arm, on: Arm) -> Iterator[str]:
     """What does not hold, in words; nothing when the demo succeeded."""
-    for step in [*SCRIPT, *CHAT_STEPS]:
+    for step in [*SCRIPT, *CHAT_STEPS, *RESTART_STEPS]:
         row = on.rows[step.name]
         if row.cached != step.hit:
             yield f"{step.name}: the on-arm reused {row.cached} tokens, not {step.hit}"
@@ -250,6 +292,8 @@ def problems(off: Arm, on: Arm) -> Iterator[str]:
             yield f"{step.name}: nothing came from host memory ({row.source})"
         if step.tier == "device" and "host" in row.source:
             yield f"{step.name}: not a pure device hit ({row.source})"
+        if step.tier == "storage" and row.source != f"storage {step.hit}":
+            yield f"{step.name}: not a pure hit in storage ({row.source})"
         if row.mismatches:
             yield f"{step.name}: {row.mismatches} failure lines in the log"
         if not (row.text_equal and row.logprobs_equal):
@@ -264,8 +308,25 @@ def problems(off: Arm, on: Arm) -> Iterator[str]:
         on.chat["continued"].answer
     ):
         yield "the conversation's control failed: noise in the writer's rows changed nothing"
+    yield from restart_problems(on)
     if not control(off):
         yield "the negative control failed: the off-arm equals its cold run wherever it reused"
+
+
+def restart_problems(on: Arm) -> Iterator[str]:
+    """What does not hold of the restart beyond its rows."""
+    if on.restart.cold != on.cold[PROMPT]:
+        yield "restart: the cold run with storage differs from the one without"
+    for step in RESTART_STEPS:
+        repeat = on.restart.repeats[step.name]
+        wanted = demo_restart.NO_PREFETCH
+        if step.hit:
+            wanted = demo_restart.Prefetch("success", step.hit, matched=0, loaded=step.hit)
+        if repeat.prefetch != wanted:
+            yield f"{step.name}: {repeat.prefetch}, not {wanted}"
+        refusals = int(step.name == demo_restart.FLIPPED)
+        if repeat.refused != refusals:
+            yield f"{step.name}: {repeat.refused} window records refused, not {refusals}"
 
 
 def control(off: Arm) -> bool:
@@ -281,12 +342,13 @@ def table(off: Arm, on: Arm) -> str:
     ]  # fmt: skip
     yes = {True: "yes", False: "NO"}
     rows = []
-    for step in [*SCRIPT, *CHAT_STEPS]:
-        a, b = off.rows[step.name], on.rows[step.name]
+    for step in [*SCRIPT, *CHAT_STEPS, *RESTART_STEPS]:
+        a, b = off.rows.get(step.name), on.rows[step.name]
         rows.append([
-            step.name, step.kind if step.hit else "-", b.prompt_tokens, a.cached, b.cached, b.source,
-            b.verified, b.mismatches, f"{yes[a.text_equal]}/{yes[b.text_equal]}",
-            f"{yes[a.logprobs_equal]}/{yes[b.logprobs_equal]}",
+            step.name, step.kind if step.hit else "-", b.prompt_tokens, a.cached if a else "-",
+            b.cached, b.source, b.verified, b.mismatches,
+            f"{yes[a.text_equal] if a else '-'}/{yes[b.text_equal]}",
+            f"{yes[a.logprobs_equal] if a else '-'}/{yes[b.logprobs_equal]}",
         ])  # fmt: skip
     return tabulate(rows, header, tablefmt="github")
 
@@ -309,19 +371,24 @@ def main() -> int:
         off, on = arms
         for arm in arms:
             add_chat_rows(arm, on.chat.get("continued"))
+        run_restart(on, logs, Path(scratch) / "storage", say)
     print("\n" + table(off, on))
     print("ref: the cold run; of turn 2 the first turn's request itself, continued.\n")
     wrong = list(problems(off, on))
     for line in wrong:
         print(f"FAILED: {line}")
     deepest = SCRIPT[ROUNDS - 1].name
+    restarted = on.rows[demo_restart.WHOLE]
+    prefetch = on.restart.repeats[demo_restart.WHOLE].prefetch
     print(
         f"rounds={ROUNDS} cached_on={on.rows[deepest].cached} "
         f"cached_off={off.rows[deepest].cached} "
         f"host_hits={sum('host' in r.source for r in on.rows.values())} "
         f"restores_verified={sum(r.verified for r in on.rows.values())} "
         f"mismatches={on.failures + off.failures} exact={int(not wrong)} "
-        f"negative_control={int(control(off))} seconds={time.monotonic() - start:.0f}"
+        f"negative_control={int(control(off))} seconds={time.monotonic() - start:.0f} "
+        f"l3_cached={restarted.cached} l3_verified={restarted.verified} "
+        f"l3_matched={prefetch.matched} l3_loaded={prefetch.loaded}"
     )
     return 1 if wrong else 0
 

@@ -21,9 +21,10 @@ from typing import NamedTuple
 
 
 class _Refusal(NamedTuple):
-    record: bool = False
+    """Before which times of the clock the record at the page's end is refused, and the page itself."""
+
+    record_until: float = -math.inf
     page_until: float = -math.inf
-    """The page itself is refused before this time of the clock."""
 
 
 class RefusedKeys:
@@ -43,22 +44,28 @@ class RefusedKeys:
         # Longest not noted or met first.
         self._refusals: OrderedDict[str, _Refusal] = OrderedDict()
 
-    def refuse_record(self, page_hash: str) -> None:
-        """The record at the boundary where this page ends is bad, until it is forgiven."""
+    def refuse_record(self, page_hash: str, *, seconds: float | None = None) -> None:
+        """The record at the boundary where this page ends is bad or cannot be read: for so many
+        seconds, None: until it is forgiven.
+
+        Of two refusals of a record the longer holds. ValueError if `seconds` is not positive.
+        """
+        until = self._until(seconds)
         with self._lock:
-            self._put(page_hash, self._get(page_hash)._replace(record=True))
+            old = self._get(page_hash)
+            self._put(page_hash, old._replace(record_until=max(old.record_until, until)))
 
     def refuse_page(self, page_hash: str, *, seconds: float | None = None) -> None:
-        """This page's KV is bad or cannot be read: for so many seconds, None: until it is forgiven.
-
-        Of two refusals of a page the longer holds. ValueError if `seconds` is not positive.
-        """
-        if seconds is not None and not seconds > 0:
-            raise ValueError(f"a page is refused for more than no time, got {seconds}")
-        until = math.inf if seconds is None else self._clock() + seconds
+        """This page's KV is bad or cannot be read: as with a record."""
+        until = self._until(seconds)
         with self._lock:
             old = self._get(page_hash)
             self._put(page_hash, old._replace(page_until=max(old.page_until, until)))
+
+    def refuses_page(self, page_hash: str) -> bool:
+        """Whether this page's KV is refused now."""
+        with self._lock:
+            return self._get(page_hash).page_until > self._clock()
 
     def usable(self, hashes: Sequence[str], boundaries: Iterable[int]) -> list[int]:
         """Those of `boundaries` that nothing here speaks against, ascending.
@@ -86,7 +93,7 @@ class RefusedKeys:
                     self._refusals.move_to_end(key)
                     deepest = i
                     break
-                if not refusal.record:
+                if refusal.record_until <= now:
                     del self._refusals[key]
                     continue
                 self._refusals.move_to_end(key)
@@ -107,6 +114,11 @@ class RefusedKeys:
         """Keys remembered; one whose time is over counts until a query meets it."""
         with self._lock:
             return len(self._refusals)
+
+    def _until(self, seconds: float | None) -> float:
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"a key is refused for more than no time, got {seconds}")
+        return math.inf if seconds is None else self._clock() + seconds
 
     def _get(self, key: str) -> _Refusal:
         return self._refusals.get(key, _Refusal())

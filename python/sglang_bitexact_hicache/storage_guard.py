@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNREADABLE_SECONDS = 60.0
-"""How long a page that storage announced and did not give is not asked for: it may come back."""
+"""How long what storage announced and did not give is not asked for: it may come back."""
 
 OTHER_KV_SECONDS = 600.0
 """How long the pages behind KV of another computation are not asked for: somebody may replace them."""
@@ -161,7 +161,7 @@ class StrictStorage(HiCacheStorage):
             reason = "not there any more"
         if not all(found.get(t.name) == [True] for t in transfers):
             self._storage.counters.add(unreadable=1)
-            self._storage.refused.refuse_page(key, seconds=UNREADABLE_SECONDS)
+            self._storage.refused.refuse_record(key, seconds=UNREADABLE_SECONDS)
             logger.warning("bit-exact HiCache: record %s in storage is unreadable: %s", key, reason)
             return missing
         nbytes = self._storage.layout.slot_bytes

@@ -80,9 +80,7 @@ def facts_of(server_args: Any, kvcache: Any, layout: RecordLayout, unit: int) ->
         "revision": cfg.revision,
         "weights": cfg.weight_version,
         "load_format": str(cfg.load_format),
-        "config": hashlib.sha256(
-            model_config_of(server_args).hf_config.to_json_string(use_diff=False).encode()
-        ).hexdigest(),
+        "config": _config_digest(model_config_of(server_args).hf_config),
         "dtype": str(model_config_of(server_args).dtype),
         "quantization": cfg.quantization,
         "sglang": sglang.__version__,
@@ -90,6 +88,16 @@ def facts_of(server_args: Any, kvcache: Any, layout: RecordLayout, unit: int) ->
         "tp": cfg.tp_size,
         "aligned": unit,
     }
+
+
+def _config_digest(hf_config: Any) -> str:
+    # Where the files lie, and which library read them, is not the model.
+    facts = {
+        name: value
+        for name, value in hf_config.to_dict().items()
+        if name not in ("_name_or_path", "transformers_version")
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def whole_model(layout: RecordLayout, ratios: Sequence[int]) -> RecordLayout:

@@ -131,6 +131,7 @@ def make_storage(
     slots: int = 64,
     stack: Callable[..., CpuStack] = make_cache,
     ratio: float = 2.0,
+    served_model_name: str = "tiny",
     **cache: Any,
 ) -> Server:
     """A cache with storage in `directory`; `cache` goes to `make_cache`, facts into the identity."""
@@ -143,7 +144,7 @@ def make_storage(
         hicache_ratio=ratio,
         hicache_storage_backend=backend,
         hicache_storage_prefetch_policy=policy,
-        served_model_name="tiny",
+        served_model_name=served_model_name,
     )
     geometry = {name: cache[name] for name in ("layers", "nope", "rope") if name in cache}
     layout = _layout(geometry)

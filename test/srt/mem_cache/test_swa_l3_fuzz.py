@@ -30,6 +30,7 @@ from l3_fixtures import Server, make_storage, storage_hooks
 from tree_driver import TreeDriver, Violation
 
 from sglang_bitexact_hicache import storage_guard, storage_kv
+from sglang_bitexact_hicache.slots import SlotState
 
 SEEDS = int(os.environ.get("BITEXACT_L3_SEEDS", "16"))
 STEPS = int(os.environ.get("BITEXACT_L3_STEPS", "150"))
@@ -70,6 +71,8 @@ class StorageDriver(TreeDriver):
         self.cache.check_hicache_events()
         if self._ending:
             self.server.settle()
+            # A prefetch that nobody waits for any more keeps its slot until its thread is done with it.
+            self.server.wait(lambda: not self.cache.store.slots.count(SlotState.RESERVED))
 
     def check_no_leak(self) -> None:
         """As TreeDriver; nor is a host page, a slot, a lock or a prefetch left."""

@@ -16,7 +16,7 @@ IO thread (and the backup thread, to read a page back), `batch_set_v2` the backu
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +112,8 @@ class StrictStorage(HiCacheStorage):
     def __init__(self, backend: HiCacheStorage, storage: TruthStorage) -> None:
         self.backend = backend
         self._storage = storage
+        self._reasons: dict[str, str] = {}
+        """Why KV pages could not be read, until the log line about them. Prefetch IO thread."""
 
     @classmethod
     def around(cls, backend: HiCacheStorage, storage: TruthStorage) -> StrictStorage:
@@ -128,7 +130,17 @@ class StrictStorage(HiCacheStorage):
         job = job_of(pool_transfers)
         if self._storage.closed:
             return PoolTransferResult.empty()
-        found = self.backend.batch_exists_v2(keys, pool_transfers, extra_info)
+        try:
+            found = self.backend.batch_exists_v2(keys, pool_transfers, extra_info)
+        except Exception as error:
+            self._storage.counters.add(unreadable=1)
+            logger.warning(
+                "bit-exact HiCache: storage cannot be asked for %s: %s: %s",
+                keys[0],
+                type(error).__name__,
+                error,
+            )
+            return PoolTransferResult.empty()
         if job is None or not found.kv_hit_pages:
             return found
         reported = found.restorable_prefix_pages
@@ -220,9 +232,12 @@ class StrictStorage(HiCacheStorage):
         try:
             found = self.backend.batch_get_v2(transfers)
         except Exception as error:
-            logger.warning(
-                "bit-exact HiCache: KV page %s cannot be read back: %s", page_hash, error
-            )
+            # Every write behind the page comes here: said once, and no reader is sent there meanwhile.
+            if not self._storage.refused.refuses_page(page_hash):
+                self._storage.refused.refuse_page(page_hash, seconds=UNREADABLE_SECONDS)
+                logger.warning(
+                    "bit-exact HiCache: KV page %s cannot be read back: %s", page_hash, error
+                )
             return None
         self._storage.counters.add(pages_read_back=1)
         if not all(found.get(transfer.name) == [True] for transfer in transfers):
@@ -237,30 +252,45 @@ class StrictStorage(HiCacheStorage):
         except Exception:
             # A page that is too short raises, and with it goes what the batch had read: which page it
             # is decides what must not be asked for again.
-            results = {t.name: [*self._one_by_one(t, extra_info)] for t in transfers}
-        pages = sum(sum(map(bool, ok)) for ok in results.values())
-        if pages and self._storage.kv is not None:
-            share = self._storage.kv.nbytes() / len(self._storage.kv.names)
-            self._storage.counters.add(bytes_read=int(pages * share))
+            results = {t.name: self._kv_pages(t, extra_info) for t in transfers}
+        kv = self._storage.kv
+        if kv is not None:
+            nbytes = sum(
+                sum(map(bool, results.get(t.name, ()))) * kv.nbytes(t.name) for t in transfers
+            )
+            self._storage.counters.add(bytes_read=nbytes)
         return results
 
-    def _one_by_one(self, transfer: PoolTransfer, extra_info: Any) -> Any:
-        lost = False
-        for i, key in enumerate(transfer.keys or ()):
-            rows = transfer.host_indices[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
-            page = PoolTransfer(transfer.name, host_indices=rows, keys=[key])
+    def _kv_pages(self, transfer: PoolTransfer, extra_info: Any) -> list[bool]:
+        def read(i: int) -> Any:
+            page = PoolTransfer(
+                transfer.name,
+                host_indices=transfer.host_indices[i * PAGE_SIZE : (i + 1) * PAGE_SIZE],
+                keys=[transfer.keys[i]],
+            )
+            return self.backend.batch_get_v2([page], extra_info)[transfer.name][0] or None
+
+        return [ok is not None for ok in self._one_by_one(transfer.keys or (), read)]
+
+    def _one_by_one(self, keys: Sequence[str], read: Callable[[int], Any]) -> Iterator[Any]:
+        """What `read` gives for each key; None from the first on that it does not give, or raises for.
+        The reason is kept for the log."""
+        for i, key in enumerate(keys):
             try:
-                ok = not lost and self.backend.batch_get_v2([page], extra_info)[transfer.name][0]
+                got = read(i)
             except Exception as error:
-                ok = False
-                logger.warning(
-                    "bit-exact HiCache: KV page %s of %s in storage is unreadable: %s",
-                    key,
-                    transfer.name,
-                    error,
-                )
-            lost = lost or not ok
-            yield bool(ok)
+                self._reasons[key] = f"{type(error).__name__}: {error}"
+                got = None
+            if got is None:
+                yield from [None] * (len(keys) - i)
+                return
+            yield got
+
+    def why_unreadable(self, page_hash: str) -> str:
+        """Why a KV page could not be read. Asked for once a prefetch."""
+        reason = self._reasons.get(page_hash, "not there any more")
+        self._reasons.clear()
+        return reason
 
     def _verify(self, job: Fetch, slot: int, key: str) -> bool:
         """Whether the record in the slot is whole, is for this boundary, and is true of the KV in host
@@ -315,7 +345,16 @@ class StrictStorage(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> Any:
-        return self.backend.batch_get_v1(keys, host_indices, extra_info)
+        """KV of a backend that reads all of a page at once."""
+        try:
+            return self.backend.batch_get_v1(keys, host_indices, extra_info)
+        except Exception:
+
+            def read(i: int) -> Any:
+                rows = host_indices[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]
+                return self.backend.batch_get_v1([keys[i]], rows, extra_info)[0] or None
+
+            return [got is not None for got in self._one_by_one(keys, read)]
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
@@ -328,7 +367,15 @@ class StrictStorage(HiCacheStorage):
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> Any:
-        return self.backend.batch_get(keys, target_locations, target_sizes)
+        """The markers of KV pages, where the bytes are in other pools."""
+        try:
+            return self.backend.batch_get(keys, target_locations, target_sizes)
+        except Exception:
+
+            def read(i: int) -> Any:
+                return self.backend.batch_get([keys[i]], [target_locations[i]])[0]
+
+            return list(self._one_by_one(keys, read))
 
     def set(
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
@@ -374,13 +421,15 @@ def before_page_transfer_sidecar(controller: Any, operation: Any, kv_completed_p
         job.hashes = list(operation.hash_value)
         job.rows = host_pages(operation.host_indices)
         return
-    storage = controller.storage_backend._storage
+    guard = controller.storage_backend
+    storage = guard._storage
     missing = operation.hash_value[kv_completed_pages]
     storage.counters.add(unreadable=1)
     storage.refused.refuse_page(missing, seconds=UNREADABLE_SECONDS)
     logger.warning(
-        "bit-exact HiCache: KV page %s in storage is unreadable; %d pages read for nothing",
+        "bit-exact HiCache: KV page %s in storage is unreadable: %s; %d pages read for nothing",
         missing,
+        guard.why_unreadable(missing),
         kv_completed_pages,
     )
 

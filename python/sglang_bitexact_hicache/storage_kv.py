@@ -100,9 +100,10 @@ class HostKv:
         time.sleep(PAUSE_SECONDS)
         return digest
 
-    def nbytes(self) -> int:
-        """Bytes of one page over all pools."""
-        return sum(layer[0].nbytes for layers in self._layers.values() for layer in layers)
+    def nbytes(self, pool: Any = None) -> int:
+        """Bytes of one page over all pools, or in one (a member of PoolName)."""
+        pools = self._layers.values() if pool is None else [self._layers[pool.value]]
+        return sum(layer[0].nbytes for layers in pools for layer in layers)
 
     def _parts(self, page: int) -> Iterator[tuple[str, Iterator[np.ndarray]]]:
         for name, layers in self._layers.items():

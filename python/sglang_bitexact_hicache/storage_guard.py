@@ -34,7 +34,7 @@ from sglang_bitexact_hicache.constants import PAGE_SIZE
 from sglang_bitexact_hicache.kv_chain import chain_values, first_doubtful
 from sglang_bitexact_hicache.layout import POOLS, WINDOW_POOL
 from sglang_bitexact_hicache.record import RecordRefused, check
-from sglang_bitexact_hicache.storage_kv import HostSpan, digests_of, host_pages
+from sglang_bitexact_hicache.storage_kv import HostSpan, host_pages, read_digests, remember_digests
 
 if TYPE_CHECKING:
     from sglang_bitexact_hicache.record import Seal
@@ -60,12 +60,14 @@ class Fetch:
         path: the host copies that the prefix has in the tree already, root first.
         hashes: storage keys of the pages that are read, once the IO thread has read them;
             `rows` their host page numbers.
+        given_up: whether the scheduler waits for it no more; its host pages may be others' then.
         digests: of every page of the prefix, once verified; `seal` the record's header.
     """
 
     path: list[HostSpan]
     hashes: Sequence[str] = ()
     rows: Sequence[int] = ()
+    given_up: Callable[[], bool] = bool
     digests: Sequence[bytes] = ()
     seal: Seal | None = None
 
@@ -312,7 +314,11 @@ class StrictStorage(HiCacheStorage):
             storage.refused.refuse_record(key)
             logger.warning("bit-exact HiCache: record %s in storage is refused: %s", key, refusal)
             return False
-        digests = [*digests_of(job.path, storage.kv), *map(storage.kv.digest, job.rows)]
+        of_path = read_digests(job.path, storage.kv)
+        digests = [*of_path, *map(storage.kv.digest, job.rows)]
+        if job.given_up():
+            return False
+        remember_digests(job.path, of_path)
         good = first_doubtful(seal.marks, chain_values(digests), pages)
         if good is not None:
             storage.counters.add(refused_kv=1)
@@ -420,6 +426,7 @@ def before_page_transfer_sidecar(controller: Any, operation: Any, kv_completed_p
     if kv_completed_pages == len(operation.hash_value):
         job.hashes = list(operation.hash_value)
         job.rows = host_pages(operation.host_indices)
+        job.given_up = operation.is_terminated
         return
     guard = controller.storage_backend
     storage = guard._storage

@@ -10,7 +10,7 @@ the host layout is, so servers with different `--hicache-mem-layout` agree.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,14 +57,29 @@ class HostSpan:
         return self.landed or all(page.digest is not None for page in self.pages)
 
 
-def digests_of(spans: Iterable[HostSpan], kv: HostKv) -> list[bytes]:
-    """The digest of each page of the spans, computed where it is not known yet. IO threads."""
-    digests = []
-    for span in spans:
-        for page, row in zip(span.pages, span.rows, strict=True):
-            if page.digest is None:
-                page.digest = kv.digest(row)
-            digests.append(page.digest)
+def read_digests(spans: Iterable[HostSpan], kv: HostKv) -> list[bytes]:
+    """The digest of each page of the spans, computed where it is not known yet. IO threads.
+
+    To be remembered only if nobody could free the pages meanwhile.
+    """
+    return [
+        kv.digest(row) if page.digest is None else page.digest
+        for span in spans
+        for page, row in zip(span.pages, span.rows, strict=True)
+    ]
+
+
+def remember_digests(spans: Iterable[HostSpan], digests: Iterable[bytes]) -> None:
+    """These are the digests of the spans' pages."""
+    pages = (page for span in spans for page in span.pages)
+    for page, digest in zip(pages, digests, strict=True):
+        page.digest = digest
+
+
+def digests_of(spans: Sequence[HostSpan], kv: HostKv) -> list[bytes]:
+    """The digest of each page of spans that nobody can free meanwhile, remembered. IO threads."""
+    digests = read_digests(spans, kv)
+    remember_digests(spans, digests)
     return digests
 
 

@@ -269,7 +269,8 @@ class BxTreeCore(UnifiedTreeCore):
     def insert_host(
         self, node_id: int, key: RadixKey, host_value: Any, hash_value: list[str]
     ) -> InsertResult:
-        """Storage insert: the pages it brings have no identity until a record proves one.
+        """Storage insert: the pages it brings have no identity until their record proves one, which is
+        the next thing that happens (BxSWA.commit_hicache_transfer).
 
         Dropped whole below a node without a host copy: stock guards only the new-node case, and
         refilling a resident child there would leave it backed up under a parent that is not.
@@ -286,9 +287,7 @@ class BxTreeCore(UnifiedTreeCore):
             if node is None:
                 break
             if node.backuped and cache.copies.of(node.id).host is None:
-                pages = cache.pages_of(node)
-                cache.copies.set_host(node.id, Copy.unknown(pages))
-                cache.gate_counters.unknown_pages += pages
+                cache.copies.set_host(node.id, Copy.unknown(cache.pages_of(node)))
             position += len(node.key)
         return result
 

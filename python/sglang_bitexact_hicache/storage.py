@@ -241,6 +241,9 @@ class TruthStorage:
         if lineage is None:
             self.counters.add(unproved=1)
             self.store.discard(slot)
+            hosts = (self.cache.copies.of(node.id).host for node in self.cache._path(target))
+            unknown = sum(copy.ids.count(UNKNOWN) for copy in hosts if copy is not None)
+            self.cache.gate_counters.unknown_pages += unknown
             return
         self.cache.truth_runtime.slot_landed(slot)
         pages = len(job.hashes)

@@ -31,6 +31,12 @@ FORMAT = "bx1"
 
 IDENTITY_BYTES = 16
 
+HASH_DIGITS = 64
+"""Of SGLang's key of a page."""
+
+LONGEST_NAME = 255
+"""Bytes of a file's name that every file system takes."""
+
 
 @dataclass(frozen=True)
 class StorageNames:
@@ -52,6 +58,18 @@ class StorageNames:
         short = identity.hex()[:16]
         members = extend_pool_names([f"{FORMAT}_{pool}_{short}" for pool in POOLS])
         return cls(identity, dict(zip(POOLS, members, strict=True)))
+
+    def length_problem(self, model_name: str | None) -> str | None:
+        """Why the names of stored objects would not fit a file system, or None. SGLang joins the page's
+        hash, the pool's name and the model's name, and would fail to write each page."""
+        longest = max(map(len, (pool.value for pool in self.pools.values())))
+        length = HASH_DIGITS + longest + len(self.tagged(model_name)) + len("._.bin")
+        if length <= LONGEST_NAME:
+            return None
+        return (
+            f"--served-model-name: must be shorter by {length - LONGEST_NAME} characters, or the names "
+            "of stored pages are too long for a file system"
+        )
 
     def tagged(self, model_name: str | None) -> str:
         """The model name under which storage keys the compressed KV."""

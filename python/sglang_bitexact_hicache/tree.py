@@ -288,6 +288,8 @@ class BxCache(UnifiedRadixCache):
             problem = "this cache was built without storage"
         if problem is None and self.truth_storage.closed:
             problem = "the model's weights changed since this server started; restart it"
+        if problem is None:
+            problem = self.truth_storage.names.length_problem(options.get("served_model_name"))
         if problem is not None:
             return False, f"bit-exact HiCache: {problem}"
         attached = super().attach_storage_backend(storage_backend, **options)
@@ -320,7 +322,7 @@ class BxCache(UnifiedRadixCache):
     ) -> bool | None:
         """Only behind a prefix that can be proved; and storage is always asked: what it said for another
         request does not say where a record is."""
-        if self.truth_storage is None or not self.truth_storage.provable(last_host_node_id):
+        if not self.enable_storage or not self.truth_storage.provable(last_host_node_id):
             return None
         options.pop("storage_hit_end", None)
         return super().prefetch_from_storage(

@@ -10,6 +10,7 @@ import logging
 import re
 from array import array
 from typing import Any
+from unittest import mock
 
 import pytest
 from bitexact_fixtures import PAGE, cpu_hicache, make_kv_pool, make_server_args
@@ -114,6 +115,18 @@ def test_sizes_are_no_part_of_it(directory, other):
     server.close()
 
 
+def test_the_ring_is_no_part_of_it(directory):
+    """Records are in position order: a server with a larger ring (speculation) reads the same ones."""
+    from sglang.srt.mem_cache import deepseek_v4_memory_pool
+
+    with mock.patch.object(deepseek_v4_memory_pool, "get_swa_ring_size", lambda *_a, **_k: 131):
+        server = make_storage(directory)
+    assert server.stack.kv_pool.unified_swa_ring_size == 131
+    assert read(server) == PAGES * PAGE
+    assert server.storage.counters.records_loaded == 1
+    server.close()
+
+
 def test_a_server_without_the_feature_keeps_its_kv_to_itself(directory):
     """The keys of compressed KV carry the identity too: nothing is under the model's plain name."""
     names = {path.name for path in directory.glob("*.bin")}
@@ -133,6 +146,17 @@ def test_no_name_leaves_the_directory(tmp_path):
     server.close()
     assert {path.parent for path in tmp_path.rglob("*.bin")} == {store}
     assert [path.name for path in tmp_path.iterdir()] == ["deep"]
+
+
+def test_a_name_that_no_file_system_takes_is_refused_with_the_flag_to_change():
+    names = StorageNames.of(FACTS)
+    assert names.length_problem("m" * 120) is None
+    problem = names.length_problem("m" * 200)
+    assert problem.startswith("--served-model-name: ")
+    shorter = 200 - int(re.search(r"by (\d+) characters", problem)[1])
+    assert names.length_problem("m" * shorter) is None
+    longest = max((pool.value for pool in names.pools.values()), key=len)
+    assert len(f"{'0' * 64}.{longest}_{names.tagged('m' * shorter)}.bin") == 255
 
 
 # ---- the facts themselves

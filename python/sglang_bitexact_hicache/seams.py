@@ -608,6 +608,15 @@ SEAMS: tuple[Seam, ...] = (
         "managers/scheduler.py:3380 _prefetch_kvcache",
     ),
     Seam(
+        f"{_CACHE}._prefetch_deadline_expired",
+        Kind.SUBCLASS,
+        "tree:BxCache._prefetch_deadline_expired",
+        "a record that hangs does not hold its request longer than KV that hangs",
+        ("self", "operation"),
+        When.ENGAGED,
+        "mem_cache/unified_radix_cache.py:2307 _can_terminate_prefetch",
+    ),
+    Seam(
         f"{_CACHE}._drain_storage_control_queues_impl",
         Kind.SUBCLASS,
         "tree:BxCache._drain_storage_control_queues_impl",

@@ -347,6 +347,14 @@ class BxCache(UnifiedRadixCache):
         if self.truth_storage is not None:
             self.truth_storage.settle()
 
+    def _prefetch_deadline_expired(self, operation: Any) -> bool:
+        """The policy `timeout` bounds the read of a record too: stock waits for as long as it takes once
+        the KV is there, and a record may hang like any other read."""
+        wait = self._storage_prefetch_wait.get(operation.handle)
+        return wait is not None and (
+            wait.expired or (wait.timer.running and wait.timer.elapsed() > wait.timeout_s)
+        )
+
     def _match_tree(self, params: MatchPrefixParams) -> MatchResult:
         """Ends the match at the deepest page that the gate accepts, cutting a node if need be.
 

@@ -81,13 +81,17 @@ class Write:
             if storage.stored.digest(page_hash) is None and not guard.holds(page_hash)
         ]
         write_kv()
-        written = start + operation.completed_tokens // PAGE_SIZE
+        written = pages_written(operation, storage.kv.names)
         for i in fresh:
-            if i < written:
+            if i < start + written:
                 storage.stored.learn(hashes[i], digests[i])
                 storage.refused.forgive(hashes[i])
-        if self.boundaries:
-            self._write_records(storage, guard, hashes, digests)
+        boundaries = self.boundaries
+        if written < len(operation.hash_value):
+            boundaries = [b for b in boundaries if b.pages <= start + written]
+            storage.counters.add(write_failed=len(self.boundaries) - len(boundaries))
+        if boundaries:
+            self._write_records(storage, guard, hashes, digests, boundaries)
 
     def _write_records(
         self,
@@ -95,12 +99,13 @@ class Write:
         guard: StrictStorage,
         hashes: Sequence[str],
         digests: Sequence[bytes],
+        boundaries: Sequence[Boundary],
     ) -> None:
         own = own_pages(storage, guard, hashes, digests)
-        ours = [b for b in self.boundaries if b.pages <= own]
+        ours = [b for b in boundaries if b.pages <= own]
         wanted = [b for b in ours if not guard.holds_record(hashes[b.pages - 1])]
         storage.counters.add(
-            write_not_own=len(self.boundaries) - len(ours), records_present=len(ours) - len(wanted)
+            write_not_own=len(boundaries) - len(ours), records_present=len(ours) - len(wanted)
         )
         if not wanted:
             return
@@ -139,6 +144,13 @@ class Write:
                 storage.refused.forgive(key)
             else:
                 logger.warning("bit-exact HiCache: record %s did not go to storage", key)
+
+
+def pages_written(operation: Any, pools: Sequence[Any]) -> int:
+    """How many leading pages of an operation storage took: its markers, and its bytes in every pool,
+    which SGLang writes first and whose failures it does not count."""
+    hits = operation.pool_storage_result.extra_pool_hit_pages
+    return min([operation.completed_tokens // PAGE_SIZE, *(hits.get(pool, 0) for pool in pools)])
 
 
 def own_pages(

@@ -127,8 +127,13 @@ class TruthStorage:
             self.scratch = self.cache.cache_controller.mem_pool_host.alloc(PAGE_SIZE)
 
     def detached(self) -> None:
-        """The backend is gone; what it held is not known of the next one."""
+        """The backend is gone; what it held is not known of the next one.
+
+        SGLang's threads have ended. What they said last about prefetches that were given up, it does not
+        hear any more, so their slots are given back here.
+        """
         self.settle()
+        self._slots.free_lent()
         self.refused.clear()
         self.stored.clear()
         if self.scratch is not None:
@@ -231,6 +236,7 @@ class TruthStorage:
         primary = transfers[0]
         job: Fetch = primary.job
         slot = int(primary.host_indices[0])
+        self._slots.landed(slot)
         hits = result.extra_pool_hit_pages
         whole = all(hits.get(name) == 1 for name in self.names.pools.values())
         target = insert_result.inserted_host_node

@@ -64,7 +64,8 @@ class TruthPagePool(LogicalHostPool):
     # ---- slots: scheduler thread
 
     def clear(self) -> None:
-        """Nothing: a flush clears the store (BxCache._reset_full)."""
+        """A flush clears the store (BxCache._reset_full); nothing is lent then."""
+        self._lent: set[int] = set()
 
     def available_size(self) -> int:
         """Slots that could be had now."""
@@ -75,13 +76,25 @@ class TruthPagePool(LogicalHostPool):
         if self.pool != WINDOW_POOL or need_size != 1:
             raise ValueError(f"{self.pool} does not give {need_size} slots")
         slot = self._store.reserve(Keep.POINT)
-        return None if slot is None else torch.tensor([slot], dtype=torch.int64)
+        if slot is None:
+            return None
+        self._lent.add(slot)
+        return torch.tensor([slot], dtype=torch.int64)
+
+    def landed(self, slot: int) -> None:
+        """The slot is the caller's from now on, to publish or to discard."""
+        self._lent.remove(slot)
 
     def free(self, indices: torch.Tensor) -> int:
         """Give RESERVED slots back unused."""
         for slot in indices.tolist():
+            self.landed(slot)
             self._store.discard(slot)
         return len(indices)
+
+    def free_lent(self) -> None:
+        """Give back every slot that was not: once nothing can land in one any more."""
+        self.free(torch.tensor(sorted(self._lent), dtype=torch.int64))
 
     # ---- bytes: the thread that the slot was handed to
 

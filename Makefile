@@ -14,11 +14,12 @@ WORKERS ?= 2
 # gives the same sums.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env lint test demo bench-reuse clean
+.PHONY: help env lint test demo bench-reuse bench-l3 clean
 
 help:
 	@echo "make demo   start the server per arm, send the rounds, print the table"
 	@echo "make test   lint, then every test"
+	@echo "make bench-l3      what storage costs, and its fault tests, counted"
 	@echo "make bench-reuse   replay request traces without a model, write docs/reuse.md (10 minutes)"
 	@echo "make env    only the set-up; make lint: only ruff; make clean: remove $(VENV)"
 
@@ -50,6 +51,9 @@ demo: env
 
 bench-reuse: env
 	cd benchmark && ../$(BIN)/python -W ignore -m reuse
+
+bench-l3: env
+	cd benchmark && ../$(BIN)/python -W ignore -m l3
 
 clean:
 	rm -rf $(VENV)

@@ -24,6 +24,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
     HiCacheStorage,
+    HiCacheStorageFailureInjector,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
@@ -205,6 +206,8 @@ class StrictStorage(HiCacheStorage):
         if self.backend.batch_exists([page_hash]):
             return True
         inner = self.backend
+        if isinstance(inner, HiCacheStorageFailureInjector):
+            inner = inner._backend
         if isinstance(inner, HiCacheFile):
             keys = (inner._log_key(pool, page_hash) for pool in self._storage.kv.names)
             return any(map(inner.exists, keys))

@@ -3,7 +3,7 @@ synchronisation of the device.
 
 Drives what is shipped over rings of the geometry of a 61-layer model, without SGLang: what a CPU
 cannot show is the ordering of real streams. `torch.cuda.set_sync_debug_mode("error")` makes any
-synchronising call an exception meanwhile. Three parts:
+synchronising call an exception meanwhile. Four parts:
 
 * prefill (capture.py, restore.py, transfer.StreamLane): each round captures a chunk's boundaries,
   restores some of them at once into other rows (the copies are still in flight), reuses host slots
@@ -11,7 +11,9 @@ synchronising call an exception meanwhile. Three parts:
 * decode (runtime.TruthRuntime itself): steps that complete 1, 8 and 32 pages, each captured from the
   rings, which the next step overwrites right behind; what such a step costs, and one without a page;
 * the row race: a row is released while its gather is still queued, and its next owner clears its
-  state rows from another stream.
+  state rows from another stream;
+* storage's threads: a record is read by another thread, which waits for the capture's event, while the
+  copy is in flight; and another record lands in a slot as soon as the restore that reads it has.
 
     PYTHONPATH=python python benchmark/gpu_lanes.py
 
@@ -24,6 +26,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -33,7 +36,7 @@ import torch
 
 from sglang_bitexact_hicache.capture import CapturePipeline
 from sglang_bitexact_hicache.checksum import section_checksums
-from sglang_bitexact_hicache.device_view import DeviceView
+from sglang_bitexact_hicache.device_view import DeviceView, Ring
 from sglang_bitexact_hicache.gather import Source
 from sglang_bitexact_hicache.host_pool import TruthHostPools
 from sglang_bitexact_hicache.layout import POOLS, WINDOW_POOL
@@ -214,6 +217,88 @@ def control_is_noticed(bench: Bench) -> bool:
         torch.cuda.synchronize()
 
 
+def storage_threads(bench: Bench, rounds: int, *, wait: bool) -> int:
+    """Rounds in which the threads of storage read and write host slots; records found wrong.
+
+    Each round captures a chunk behind a long kernel; a thread reads the records at once, as a storage
+    write does. Then half of them are restored, behind a long kernel again, while a thread puts other
+    bytes into those slots, as a record from storage does. `wait`: whether the threads wait for the
+    events that they are given; without, the comparison must notice.
+    """
+    wrong = 0
+    slots = list(range(bench.boundaries))
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        for number in range(rounds):
+            for pool in POOLS:
+                bench.pools.buffers[pool].fill_(number % 251)
+            torch.cuda.synchronize()
+            torch.cuda._sleep(BUSY_CYCLES)
+            written = bench.forward(slots, [])
+            bench.scramble()
+            seen = thread.submit(_records, bench, slots, [written] if wait else []).result()
+            torch.cuda.synchronize()
+            wrong += sum(
+                not torch.equal(record, bench.pools.device_part(pool, slot))
+                for (pool, slot), record in seen.items()
+            )
+            half = slots[: min(8, len(slots))]
+            batch = [
+                Restore(row=2 + i, boundary=PAGE * (i + 1), host_slot=slot, written=written)
+                for i, slot in enumerate(half)
+            ]
+            busy = _held_back(bench.in_lane)
+            for restore in batch:
+                bench.restore.stage(restore)
+            landing = thread.submit(_land, bench, half, [batch[-1].copied] if wait else [])
+            bench.restore.apply(batch)
+            landing.result()
+            busy.synchronize()
+            torch.cuda.synchronize()
+            wrong += sum(
+                not _holds(bench, ring, 2 + i, PAGE * (i + 1), seen[pool, slot])
+                for i, slot in enumerate(half)
+                for pool in POOLS
+                for ring in bench.view.rings[pool]
+            )
+    return wrong
+
+
+def _records(bench: Bench, slots: list[int], events: list) -> dict[tuple[str, int], torch.Tensor]:
+    """What the thread of a storage write sees of the slots' records."""
+    for event in events:
+        event.synchronize()
+    return {(p, slot): bench.pools.device_part(p, slot).clone() for p in POOLS for slot in slots}
+
+
+def _land(bench: Bench, slots: list[int], events: list) -> None:
+    """Other bytes into the slots, as the thread of a prefetch puts there."""
+    for event in events:
+        event.synchronize()
+    for pool in POOLS:
+        for slot in slots:
+            bench.pools.record(pool, slot).fill_(0xEE)
+
+
+def _held_back(lane: StreamLane) -> torch.cuda.Event:
+    """The lane's copies come behind a long kernel; when that is over."""
+    with torch.cuda.stream(lane._stream):
+        torch.cuda._sleep(BUSY_CYCLES)
+        event = torch.cuda.Event()
+        event.record()
+    return event
+
+
+def _holds(bench: Bench, ring: Ring, row: int, boundary: int, record: torch.Tensor) -> bool:
+    """Whether a request's ring rows are the section of a record."""
+    section = ring.section
+    skip = bench.view.layout.host_header_bytes if section.pool == WINDOW_POOL else 0
+    start = section.offset - skip
+    first = boundary - section.rows
+    at = [row * ring.size + (first + n) % ring.size for n in range(section.rows)]
+    rows = ring.buffer[at].contiguous().view(torch.uint8).flatten().cpu()
+    return torch.equal(rows, record[start : start + section.nbytes])
+
+
 @contextmanager
 def no_sync() -> Iterator[None]:
     """Any call that synchronises the device raises."""
@@ -249,6 +334,8 @@ class Req:
 
     kv: SimpleNamespace
     skip_radix_cache_insert: bool = False
+    seqlen: int = 0
+    """Tokens accepted so far: none of them makes an older page spare."""
 
 
 class DecodeBench:
@@ -517,17 +604,21 @@ def main() -> int:
     control = control_is_noticed(bench)
     gather, whole, back = timed(bench, 15)
     record = bench.view.layout.slot_bytes
+    threads = storage_threads(bench, 6, wait=True)
+    unordered = storage_threads(bench, 2, wait=False)
     right, decode = decode_report(DecodeBench(device), options.rounds)
     print(
         f"device={torch.cuda.get_device_name(0).replace(' ', '_')} torch={torch.__version__} "
         f"boundaries={bench.boundaries} record_bytes={record} rounds={options.rounds} "
-        f"wrong_sections={wrong} control={int(control)} waves={bench.counters.restore_waves} "
+        f"wrong_sections={wrong} control={int(control)} wrong_in_storage_threads={threads} "
+        f"control_storage_threads={int(unordered > 0)} waves={bench.counters.restore_waves} "
         f"gather_ms={gather:.2f} capture_ms={whole:.2f} "
         f"capture_floor_ms={bench.boundaries * record / BYTES_PER_MS:.2f} restore8_ms={back:.2f} "
         f"restore8_floor_ms={8 * record / BYTES_PER_MS:.2f} "
         + " ".join(f"{name}={value}" for name, value in decode.items())
     )
-    return 0 if right and control and not wrong else 1
+    ordered = not wrong and not threads
+    return 0 if right and ordered and control and unordered else 1
 
 
 if __name__ == "__main__":

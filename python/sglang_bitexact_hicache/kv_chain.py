@@ -29,8 +29,8 @@ def _length(n: int) -> bytes:
 def page_digest(pool_parts: Iterable[tuple[str, Iterable[Any]]]) -> bytes:
     """Digest of one page: 16 bytes, xxh3_128.
 
-    xxhash 4 keeps the GIL for parts of up to 64 KiB: a thread that digests many pages beside one that
-    must not wait gives way between them (`time.sleep(0)`).
+    xxhash keeps the interpreter lock for parts of up to 64 KiB: beside a thread that must not wait, give
+    it larger ones.
 
     Args:
         pool_parts: for each KV pool of the page, always in the same order, its name and its bytes as

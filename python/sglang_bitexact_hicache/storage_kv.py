@@ -9,12 +9,13 @@ the host layout is, so servers with different `--hicache-mem-layout` agree.
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from sglang_bitexact_hicache.constants import PAGE_SIZE
 from sglang_bitexact_hicache.kv_chain import page_digest
@@ -83,12 +84,6 @@ def digests_of(spans: Sequence[HostSpan], kv: HostKv) -> list[bytes]:
     return digests
 
 
-PAUSE_SECONDS = 0.0002
-"""After each page that an IO thread hashes. The parts of a page are too small for xxhash to release the
-interpreter lock, so without a pause the scheduler thread waits for it at every operation of its own
-(docs/l3.md has the measurement)."""
-
-
 class HostKv:
     """Digests of host pages. Answers to `DeepSeekV4PagedHostPool.get_data_page`, without its copy.
 
@@ -99,30 +94,45 @@ class HostKv:
 
     def __init__(self, group: Any, names: list[Any]) -> None:
         self.names = sorted(names, key=lambda name: name.value)
-        self._layers: dict[str, list[np.ndarray]] = {}
+        self._pools: dict[str, list[torch.Tensor]] = {}
         for name in self.names:
             pool = group.get_pool(name)
-            if pool.layout == "layer_first":
-                layers = [buffer.numpy() for buffer in pool.kv_buffer]
-            else:
-                pages = pool.kv_buffer.flatten(1).unflatten(1, (pool.layer_num, -1)).numpy()
-                layers = [pages[:, layer] for layer in range(pool.layer_num)]
-            self._layers[name.value] = layers
+            first = pool.layout == "layer_first"
+            self._pools[name.value] = list(pool.kv_buffer) if first else [pool.kv_buffer.flatten(1)]
+        largest = max(map(_page_bytes, self._pools.values()))
+        self._scratch = _Scratch(largest)
 
     def digest(self, page: int) -> bytes:
-        """16 bytes over the page with this host page number (host index // 256). Pauses afterwards."""
-        digest = page_digest(self._parts(page))
-        time.sleep(PAUSE_SECONDS)
-        return digest
+        """16 bytes over the page with this host page number (host index // 256)."""
+        return page_digest(self._parts(page))
 
     def nbytes(self, pool: Any = None) -> int:
         """Bytes of one page over all pools, or in one (a member of PoolName)."""
-        pools = self._layers.values() if pool is None else [self._layers[pool.value]]
-        return sum(layer[0].nbytes for layers in pools for layer in layers)
+        pools = self._pools.values() if pool is None else [self._pools[pool.value]]
+        return sum(map(_page_bytes, pools))
 
-    def _parts(self, page: int) -> Iterator[tuple[str, Iterator[np.ndarray]]]:
-        for name, layers in self._layers.items():
-            yield name, (layer[page] for layer in layers)
+    def _parts(self, page: int) -> Iterator[tuple[str, list[np.ndarray]]]:
+        for name, buffers in self._pools.items():
+            if len(buffers) == 1:
+                whole = buffers[0][page]
+            else:
+                # Layer by layer xxhash would keep the interpreter lock (it lets go of it for more than
+                # 64 KiB at once only), and the scheduler thread would wait at every operation of its
+                # own. One copy through the cache costs less than that (docs/l3.md).
+                whole = self._scratch.buffer[: _page_bytes(buffers)]
+                torch.cat([buffer[page] for buffer in buffers], out=whole)
+            yield name, [whole.numpy()]
+
+
+class _Scratch(threading.local):
+    """One page of one pool, for each thread."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.buffer = torch.empty(nbytes, dtype=torch.uint8)
+
+
+def _page_bytes(buffers: list[torch.Tensor]) -> int:
+    return sum(buffer[0].nbytes for buffer in buffers)
 
 
 def host_pages(host_indices: Any) -> list[int]:

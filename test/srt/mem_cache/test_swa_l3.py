@@ -220,6 +220,30 @@ def test_a_new_server_with_other_sizes_starts_with_a_hit(
     assert_clean(log)
 
 
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+def test_the_same_through_nixl(scheduler_process, tmp_path, layout):
+    """The real nixl package with its POSIX plugin."""
+    args = [
+        *ARGS[:2],
+        "--hicache-storage-backend",
+        "nixl",
+        *ARGS[4:],
+        "--hicache-mem-layout",
+        layout,
+    ]
+    env = {"SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR": str(tmp_path / "nixl")}
+    ids, fork = prompt(3150, 5 * PAGE + 30), prompt(3151, 300)
+    with scheduler_process("nixl", args, **env) as running:
+        first = running.run(l3.populate, ids, 3)
+        hit, gains, stored = running.run(l3.from_storage, ids, 3)
+        forked = running.run(l3.fork_from_storage, prompt(3152, 2 * PAGE), fork, 3)
+        log = running.log()
+    assert_exact(first, hit, gains, 5 * PAGE)
+    assert stored["records_loaded"] == stored["records_read"] == 1
+    assert_exact(*forked[:3], 2 * PAGE)
+    assert_clean(log)
+
+
 def test_aligned_prefill_has_names_of_its_own_and_hits_at_whole_chunks(
     process, scheduler_process, store
 ):

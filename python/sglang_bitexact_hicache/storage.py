@@ -41,6 +41,8 @@ from sglang_bitexact_hicache.storage_writer import Boundary, Write
 from sglang_bitexact_hicache.stored_pages import StoredPages
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
     from sglang_bitexact_hicache.tree import BxCache
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,8 @@ class TruthStorage:
         """What storage holds and must not be asked for again. Any thread."""
         self.stored = StoredPages(KNOWN_PAGES)
         """The bytes that storage is known to hold. Any thread."""
+        self.records = StoredPages(KNOWN_PAGES)
+        """The boundaries whose record storage is known to hold, with its KV chain. Any thread."""
         self.landing = Landing()
         self.closed = False
         """Storage is neither read nor written any more: its names do not fit this server's weights."""
@@ -136,6 +140,7 @@ class TruthStorage:
         self._slots.free_lent()
         self.refused.clear()
         self.stored.clear()
+        self.records.clear()
         if self.scratch is not None:
             self.cache.cache_controller.mem_pool_host.free(self.scratch)
             self.scratch = None
@@ -219,6 +224,33 @@ class TruthStorage:
             self.counters.add(not_asked=1)
         return path is not None
 
+    def anchor_of(self, node_id: int, key: RadixKey) -> tuple[int, int]:
+        """Behind which node to prefetch, and how many tokens of the key lie before that.
+
+        Where the tree holds pages behind the node in host memory, and one of them only lacks a record
+        that storage is known to have, their KV need not be read to get it: the last node before that page is
+        as good an anchor. (The page itself is read: SGLang fetches nothing without KV.)
+        """
+        tree, page = self.cache.tree_core, self.cache.page_size
+        node = tree.node_by_id(node_id)
+        start = found = 0
+        ends = [(0, node_id)]
+        while start < len(key):
+            node = node.children.get(key.child_key_at(start, page))
+            if node is None or node.key.match_at(key, start, page_size=page) < len(node.key):
+                break
+            span = self._resident(node)
+            if span is None:
+                break
+            known = [i for i, h in enumerate(span.hashes, 1) if self.records.digest(h) is not None]
+            usable = self.refused.usable(span.hashes, known)
+            if usable:
+                found = start + page * usable[-1]
+            start += len(node.key)
+            ends.append((start, node.id))
+        tokens, anchor = max(end for end in ends if end[0] <= max(0, found - page))
+        return (anchor, tokens) if self._path(anchor) is not None else (node_id, 0)
+
     def fetch_transfers(self, anchor: Any) -> list[TruthTransfer] | None:
         """For a prefetch behind this node: the record's pools, and the prefix."""
         path = self._path(anchor.id)
@@ -289,6 +321,14 @@ class TruthStorage:
             spans.append(span)
             previous = copy.last_id
         return spans
+
+    def _resident(self, node: Any) -> HostSpan | None:
+        """The node's host copy, if it is there, whole, and every digest of it is known."""
+        copy = self.cache.copies.of(node.id).host
+        if copy is None or not copy.whole:
+            return None
+        span = self._span(node, copy)
+        return span if all(page.digest is not None for page in span.pages) else None
 
     def _span(self, node: Any, copy: Copy) -> HostSpan:
         landed = node.write_through_pending_id is None

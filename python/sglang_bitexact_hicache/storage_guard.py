@@ -177,6 +177,7 @@ class StrictStorage(HiCacheStorage):
         if not all(found.get(t.name) == [True] for t in transfers):
             self._storage.counters.add(unreadable=1)
             self._storage.refused.refuse_record(key, seconds=UNREADABLE_SECONDS)
+            self._storage.records.forget(key)
             logger.warning("bit-exact HiCache: record %s in storage is unreadable: %s", key, reason)
             return missing
         nbytes = self._storage.layout.slot_bytes
@@ -197,6 +198,7 @@ class StrictStorage(HiCacheStorage):
         result = self.backend.clear()
         self._storage.refused.clear()
         self._storage.stored.clear()
+        self._storage.records.clear()
         return result
 
     # ---- what the writer asks
@@ -315,6 +317,7 @@ class StrictStorage(HiCacheStorage):
         except RecordRefused as refusal:
             storage.counters.add(refused_record=1)
             storage.refused.refuse_record(key)
+            storage.records.forget(key)
             logger.warning("bit-exact HiCache: record %s in storage is refused: %s", key, refusal)
             return False
         of_path = read_digests(job.path, storage.kv)
@@ -337,6 +340,7 @@ class StrictStorage(HiCacheStorage):
             return False
         for page_hash, digest in zip(job.hashes, digests[len(before) :], strict=True):
             storage.stored.learn(page_hash, digest)
+        storage.records.learn(key, seal.kv_chain)
         job.digests, job.seal = digests, seal
         return True
 

@@ -107,9 +107,12 @@ class Write:
         storage.counters.add(
             write_not_own=len(boundaries) - len(ours), records_present=len(ours) - len(wanted)
         )
+        values = chain_values(digests)
+        for boundary in ours:
+            if boundary not in wanted:
+                storage.records.learn(hashes[boundary.pages - 1], values[boundary.pages - 1])
         if not wanted:
             return
-        values = chain_values(digests)
         for boundary in wanted:
             for event in boundary.written:
                 event.synchronize()
@@ -139,9 +142,10 @@ class Write:
             bytes_written=sum(taken) * storage.layout.slot_bytes,
             write_failed=len(taken) - sum(taken),
         )
-        for key, ok in zip(keys, taken, strict=True):
+        for boundary, key, ok in zip(wanted, keys, taken, strict=True):
             if ok:
                 storage.refused.forgive(key)
+                storage.records.learn(key, values[boundary.pages - 1])
             else:
                 logger.warning("bit-exact HiCache: record %s did not go to storage", key)
 

@@ -320,11 +320,23 @@ class BxCache(UnifiedRadixCache):
         prefix_keys: list[str] | None = None,
         **options: Any,
     ) -> bool | None:
-        """Only behind a prefix that can be proved; and storage is always asked: what it said for another
-        request does not say where a record is."""
+        """Only behind a prefix that can be proved, and no KV that host memory holds (but for a page). And
+        storage is always asked: what it said for another request does not say where a record is."""
         if not self.enable_storage or not self.truth_storage.provable(last_host_node_id):
             return None
         options.pop("storage_hit_end", None)
+        key = RadixKey(
+            new_input_tokens,
+            extra_key=options.get("extra_key"),
+            cache_salt=options.get("cache_salt"),
+        ).page_aligned(self._page_size)
+        anchor, tokens = self.truth_storage.anchor_of(last_host_node_id, key)
+        if tokens:
+            last_host_node_id, last_hash = anchor, self.get_last_hash_value(anchor)
+            prefix_keys = prefix_keys and self.get_prefix_hash_values(anchor)
+            matched = options.get("matched_prefix_tokens") or new_input_tokens[:0]
+            options["matched_prefix_tokens"] = matched + new_input_tokens[:tokens]
+            new_input_tokens = new_input_tokens[tokens:]
         return super().prefetch_from_storage(
             request, last_host_node_id, new_input_tokens, last_hash, prefix_keys, **options
         )

@@ -106,7 +106,8 @@ def truth_only_in_storage(h: Harness, ids: Sequence[int], new: int, tier: str) -
     hit = yield from h.generate(ids, new)
     gains, gains_stored = since(h, before), stored_since(h, before_stored)
     yield from leak_free(h)
-    return hit, gains, gains_stored
+    storage = h.cache.truth_storage
+    return hit, gains, gains_stored, storage.kv.nbytes() + storage.layout.slot_bytes
 
 
 def kv_without_records(h: Harness, ids: Sequence[int], new: int) -> Steps:
@@ -141,14 +142,29 @@ def recomputed_over_stored_kv(h: Harness, ids: Sequence[int], new: int) -> Steps
     return result, gains
 
 
-def another_page_survives(h: Harness, ids: Sequence[int], new: int) -> Steps:
-    """The tree holds other bytes for a page than storage does: (result, again, storage gains of each).
+def page_hashes(ids: Sequence[int]) -> list[str]:
+    """SGLang's storage keys of a prompt's whole pages."""
+    from array import array
+
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    key = RadixKey(array("q", ids)).page_aligned(PAGE)
+    return get_storage_hash_str(key, None, page_size=PAGE)
+
+
+def another_page_survives(h: Harness, ids: Sequence[int], page: int, new: int) -> Steps:
+    """The tree holds other bytes for a page than storage does: [(result, storage gains)], twice.
 
     The digest that is known of the page is changed, which is what other bytes come to.
     """
     yield from populate(h, ids, new)
-    storage = h.cache.truth_storage
-    some = next(page for page in storage._pages.values() if page.digest is not None)
+    (some,) = (
+        known
+        for span in h.cache.truth_storage._spans.values()
+        for page_hash, known in zip(span.hashes, span.pages, strict=True)
+        if page_hash == page_hashes(ids)[page]
+    )
     some.digest = bytes(16)
     results = []
     for _ in range(2):

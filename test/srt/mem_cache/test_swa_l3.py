@@ -119,18 +119,22 @@ def test_pages_that_are_cached_get_their_truth_back_from_storage(process, tier):
     """The pages that survive in the tree are proved equal to the ones in storage by what is known of
     their bytes, and the hit uses the ones in the tree."""
     ids = prompt(2600 + len(tier), 3 * PAGE + 30)
-    hit, gains, stored = process.run(l3.truth_only_in_storage, ids, 3, tier)
+    hit, gains, stored, one_page = process.run(l3.truth_only_in_storage, ids, 3, tier)
     assert hit.cached == getattr(hit, tier) == 3 * PAGE
     assert gains["checks_verified"] == gains["restored"] == 1
     assert stored["records_loaded"] == 1
     assert stored["unproved"] == 0
+    # Of the KV that is there only the record's own page was read again.
+    assert stored["bytes_read"] == one_page
 
 
-def test_pages_of_another_computation_in_the_tree_never_pair_with_a_record(process):
-    ids = prompt(2700, 3 * PAGE + 30)
-    (first, gains), (again, second) = process.run(l3.another_page_survives, ids, 3)
+@pytest.mark.parametrize(("page", "refusal"), [(0, "refused_kv"), (2, "unproved")])
+def test_pages_of_another_computation_in_the_tree_never_pair_with_a_record(process, page, refusal):
+    """Before the pages that are read: found by the thread that verifies. Among them: at the commit."""
+    ids = prompt(2700 + page, 3 * PAGE + 30)
+    (first, gains), (again, second) = process.run(l3.another_page_survives, ids, page, 3)
     assert first.cached == again.cached == 0
-    assert gains["unproved"] == 1
+    assert gains[refusal] == 1
     assert gains["records_loaded"] == 0
     # As long as the tree holds that page, storage is not read for nothing.
     assert second["bytes_read"] == 0

@@ -26,28 +26,34 @@ def _length(n: int) -> bytes:
     return n.to_bytes(8, "little")
 
 
-def page_digest(pool_parts: Iterable[tuple[str, Iterable[Any]]]) -> bytes:
+def page_digest(pool_parts: Iterable[tuple[str, int, Iterable[Any]]]) -> bytes:
     """Digest of one page: 16 bytes, xxh3_128.
 
     xxhash keeps the interpreter lock for parts of up to 64 KiB: beside a thread that must not wait, give
     it larger ones.
 
     Args:
-        pool_parts: for each KV pool of the page, always in the same order, its name and its bytes as
-            contiguous objects with the buffer protocol (numpy arrays, memoryviews). They are read
-            where they are. How a pool's bytes are cut into parts makes no difference.
+        pool_parts: for each KV pool of the page, always in the same order, its name, how many bytes it
+            has, and these as contiguous objects with the buffer protocol (numpy arrays, memoryviews).
+            They are read where they are, each before the next is asked for. How a pool's bytes are cut
+            into parts makes no difference.
 
     Raises:
         BufferError or ValueError: a part that is not contiguous.
+        ValueError: more or fewer bytes than were announced.
     """
     hasher = xxhash.xxh3_128()
-    for name, parts in pool_parts:
+    for name, nbytes, parts in pool_parts:
         encoded = name.encode()
-        views = [memoryview(part) for part in parts]
         # Both lengths go first: neither a name nor bytes can pass for a part of their neighbour.
-        hasher.update(_length(len(encoded)) + encoded + _length(sum(view.nbytes for view in views)))
-        for view in views:
+        hasher.update(_length(len(encoded)) + encoded + _length(nbytes))
+        seen = 0
+        for part in parts:
+            view = memoryview(part)
             hasher.update(view)
+            seen += view.nbytes
+        if seen != nbytes:
+            raise ValueError(f"{name} has {seen} bytes, not {nbytes}")
     return hasher.digest()
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from sglang_bitexact_hicache.constants import PAGE_SIZE
 from sglang_bitexact_hicache.kv_chain import page_digest
@@ -84,6 +83,11 @@ def digests_of(spans: Sequence[HostSpan], kv: HostKv) -> list[bytes]:
     return digests
 
 
+BLOCK_BYTES = 256 << 10
+"""How much of a page is gathered and hashed at a time: more than the 64 KiB up to which xxhash keeps the
+interpreter lock, and so little that it is still in the core's cache when it is hashed."""
+
+
 class HostKv:
     """Digests of host pages. Answers to `DeepSeekV4PagedHostPool.get_data_page`, without its copy.
 
@@ -94,13 +98,14 @@ class HostKv:
 
     def __init__(self, group: Any, names: list[Any]) -> None:
         self.names = sorted(names, key=lambda name: name.value)
-        self._pools: dict[str, list[torch.Tensor]] = {}
+        # Each array is [pages, bytes]; one a layer, or one for all of them.
+        self._pools: dict[str, list[np.ndarray]] = {}
         for name in self.names:
             pool = group.get_pool(name)
             first = pool.layout == "layer_first"
-            self._pools[name.value] = list(pool.kv_buffer) if first else [pool.kv_buffer.flatten(1)]
-        largest = max(map(_page_bytes, self._pools.values()))
-        self._scratch = _Scratch(largest)
+            buffers = pool.kv_buffer if first else [pool.kv_buffer.flatten(1)]
+            self._pools[name.value] = [buffer.numpy() for buffer in buffers]
+        self._scratch = _Scratch()
 
     def digest(self, page: int) -> bytes:
         """16 bytes over the page with this host page number (host index // 256)."""
@@ -111,27 +116,35 @@ class HostKv:
         pools = self._pools.values() if pool is None else [self._pools[pool.value]]
         return sum(map(_page_bytes, pools))
 
-    def _parts(self, page: int) -> Iterator[tuple[str, list[np.ndarray]]]:
+    def _parts(self, page: int) -> Iterator[tuple[str, int, Iterator[np.ndarray]]]:
         for name, buffers in self._pools.items():
-            if len(buffers) == 1:
-                whole = buffers[0][page]
-            else:
-                # Layer by layer xxhash would keep the interpreter lock (it lets go of it for more than
-                # 64 KiB at once only), and the scheduler thread would wait at every operation of its
-                # own. One copy through the cache costs less than that (docs/l3.md).
-                whole = self._scratch.buffer[: _page_bytes(buffers)]
-                torch.cat([buffer[page] for buffer in buffers], out=whole)
-            yield name, [whole.numpy()]
+            yield name, _page_bytes(buffers), self._blocks(buffers, page)
+
+    def _blocks(self, buffers: list[np.ndarray], page: int) -> Iterator[np.ndarray]:
+        """The page of one pool, in as few pieces as may be; a piece is good until the next one.
+
+        Layer by layer xxhash would keep the interpreter lock, and the scheduler thread would wait at
+        every operation of its own. One copy through the cache costs less than that (docs/l3.md).
+        """
+        at_once = BLOCK_BYTES // buffers[0].shape[1]
+        if len(buffers) == 1 or at_once < 2:
+            yield from (buffer[page] for buffer in buffers)
+            return
+        for start in range(0, len(buffers), at_once):
+            rows = [buffer[page] for buffer in buffers[start : start + at_once]]
+            block = self._scratch.buffer[: len(rows) * len(rows[0])]
+            np.concatenate(rows, out=block)
+            yield block
 
 
 class _Scratch(threading.local):
-    """One page of one pool, for each thread."""
+    """A block, for each thread."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.buffer = torch.empty(nbytes, dtype=torch.uint8)
+    def __init__(self) -> None:
+        self.buffer = np.empty(BLOCK_BYTES, np.uint8)
 
 
-def _page_bytes(buffers: list[torch.Tensor]) -> int:
+def _page_bytes(buffers: list[np.ndarray]) -> int:
     return sum(buffer[0].nbytes for buffer in buffers)
 
 

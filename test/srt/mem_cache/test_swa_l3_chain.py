@@ -34,7 +34,7 @@ pages_of_pools = st.lists(st.tuples(names, st.binary(max_size=40)), max_size=4)
 
 
 def whole(page: list[tuple[str, bytes]]) -> bytes:
-    return page_digest([(name, [content]) for name, content in page])
+    return page_digest([(name, len(content), [content]) for name, content in page])
 
 
 @given(pages_of_pools)
@@ -60,8 +60,25 @@ def test_how_bytes_are_cut_into_parts_makes_no_difference(page, rng):
     for name, content in page:
         at = sorted(rng.randint(0, len(content)) for _ in range(rng.randint(0, 3)))
         edges = [0, *at, len(content)]
-        cut.append((name, [content[a:b] for a, b in pairwise(edges)]))
-    assert page_digest(iter((name, iter(parts)) for name, parts in cut)) == whole(page)
+        cut.append((name, len(content), [content[a:b] for a, b in pairwise(edges)]))
+    assert page_digest((name, n, iter(parts)) for name, n, parts in cut) == whole(page)
+
+
+def test_a_part_may_lie_where_the_one_before_it_lay():
+    buffer = bytearray(4)
+
+    def parts():
+        for content in (b"abcd", b"efgh"):
+            buffer[:] = content
+            yield buffer
+
+    assert page_digest([("c4", 8, parts())]) == whole([("c4", b"abcdefgh")])
+
+
+@pytest.mark.parametrize("announced", [7, 9])
+def test_bytes_that_were_not_announced_have_no_digest(announced):
+    with pytest.raises(ValueError, match=f"c4 has 8 bytes, not {announced}"):
+        page_digest([("c4", announced, [b"abcd", b"efgh"])])
 
 
 @given(names, names, st.binary(min_size=1, max_size=20), st.integers(0, 20), st.integers(0, 20))
@@ -77,14 +94,15 @@ def test_bytes_cannot_move_from_one_pool_to_the_next(first, second, content, a, 
 def test_a_digest_sees_every_bit_of_every_part(part, byte, bit):
     rng = np.random.default_rng(0)
     parts = [rng.integers(0, 256, 65_536, np.uint8) for _ in range(30)]
-    before = page_digest([("c4", parts[:20]), ("indexer", parts[20:])])
+    page = [("c4", 20 * 65_536, parts[:20]), ("indexer", 10 * 65_536, parts[20:])]
+    before = page_digest(page)
     parts[part][byte] ^= 1 << bit
-    assert page_digest([("c4", parts[:20]), ("indexer", parts[20:])]) != before
+    assert page_digest(page) != before
 
 
 def test_anything_contiguous_is_a_part():
     rows = np.arange(64, dtype=np.uint8)
-    right = page_digest([("c4", [rows])])
+    right = page_digest([("c4", 64, [rows])])
     frozen = rows.copy()
     frozen.flags.writeable = False
     for same in (
@@ -94,9 +112,9 @@ def test_anything_contiguous_is_a_part():
         rows.view(np.uint32),
         frozen,
     ):
-        assert page_digest([("c4", [same])]) == right
+        assert page_digest([("c4", 64, [same])]) == right
     with pytest.raises((BufferError, ValueError)):
-        page_digest([("c4", [rows[::2]])])
+        page_digest([("c4", 32, [rows[::2]])])
 
 
 # ---- the chain

@@ -55,7 +55,7 @@ KV_REST = "KV: the rest"
 RECORD_FILES = "record: files read, into its slot"
 RECORD_REST = "record: the rest of its read"
 CHECK = "record: sections hashed"
-DIGESTS = "KV: pages hashed, with a pause after each"
+DIGESTS = "KV: pages hashed"
 CHAIN = "KV: chain compared with the record's"
 INSERT = "pages inserted into the tree"
 COMMIT = "proved and published"
@@ -106,8 +106,7 @@ class Restored:
 
     @property
     def verify_gb_per_s(self) -> float:
-        """GB/s at which one core verifies what came, over the time for which it computes: the pauses
-        between pages cost it nothing."""
+        """GB/s at which one core verifies what came, over the time for which it computes."""
         return self.nbytes / sum(self.cpu[part] for part in (CHECK, DIGESTS, CHAIN)) / 1e9
 
     def seconds_of(self, whose: str) -> float:
@@ -273,14 +272,12 @@ class Hashing:
     """GB/s of one core that does nothing else, over the time for which it computes.
 
     Attributes:
-        check, seal: over records.
-        digest: over pages of KV; paused: over the time of the clock, with the pause after each page.
+        check, seal: over records; digest: over pages of KV.
     """
 
     check: float
     seal: float
     digest: float
-    paused: float
 
 
 def hashing(pages: int, repeats: int, geometry: Geometry = PRO, records: int = 16) -> Hashing:
@@ -303,25 +300,23 @@ def hashing(pages: int, repeats: int, geometry: Geometry = PRO, records: int = 1
         }
         marks = [START] * len(mark_pages(pages))
 
-        def cost(work: Callable[[Any], object], items: Iterable[Any]) -> Call:
-            calls = []
+        def cost(work: Callable[[Any], object], items: Iterable[Any]) -> float:
+            seconds = []
             with no_collector():
                 for item in list(items) * repeats:
-                    begin, start = time.thread_time(), time.perf_counter()
+                    begin = time.thread_time()
                     work(item)
-                    wall = time.perf_counter() - start
-                    calls.append(Call(wall, time.thread_time() - begin))
-            return Call(median(call.wall for call in calls), median(call.cpu for call in calls))
+                    seconds.append(time.thread_time() - begin)
+            return median(seconds)
 
         sealing = cost(lambda slot: seal(slot, layout, marks=marks, **fields), slots)
         checking = cost(lambda slot: check(slot, layout, **fields), slots)
         digesting = cost(storage.kv.digest, range(pages))
         page, record = storage.kv.nbytes(), layout.slot_bytes
         return Hashing(
-            check=record / checking.cpu / 1e9,
-            seal=record / sealing.cpu / 1e9,
-            digest=page / digesting.cpu / 1e9,
-            paused=page / digesting.wall / 1e9,
+            check=record / checking / 1e9,
+            seal=record / sealing / 1e9,
+            digest=page / digesting / 1e9,
         )
 
 

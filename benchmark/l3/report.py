@@ -86,7 +86,6 @@ def hashing_table(hashing: Hashing) -> str:
         ["record verified (check)", hashing.check],
         ["record packed (seal)", hashing.seal],
         ["page of KV hashed (HostKv.digest)", hashing.digest],
-        ["the same by the clock, with the pause after each page", hashing.paused],
     ]
     return _table([[name, f"{value:.2f}"] for name, value in rows], ["one core", "GB/s"])
 

@@ -228,8 +228,8 @@ class TruthStorage:
         """Behind which node to prefetch, and how many tokens of the key lie before that.
 
         Where the tree holds pages behind the node in host memory, and one of them only lacks a record
-        that storage is known to have, their KV need not be read to get it: the last node before that page is
-        as good an anchor. (The page itself is read: SGLang fetches nothing without KV.)
+        that storage is known to have, their KV need not be read to get it: the last node before that page
+        is as good an anchor. (The page itself is read: SGLang fetches nothing without KV.)
         """
         tree, page = self.cache.tree_core, self.cache.page_size
         node = tree.node_by_id(node_id)

@@ -134,10 +134,14 @@ class TruthStorage:
         """The backend is gone; what it held is not known of the next one.
 
         SGLang's threads have ended. What they said last about prefetches that were given up, it does not
-        hear any more, so their slots are given back here.
+        hear any more, so their slots and host pages are given back here.
         """
         self.settle()
         self._slots.free_lent()
+        for operation in self._unheard():
+            # It gave back itself what it had heard of.
+            rest = operation.host_indices[operation.completed_tokens :]
+            self.cache.cache_controller.mem_pool_host.free(rest)
         self.refused.clear()
         self.stored.clear()
         self.records.clear()
@@ -300,6 +304,23 @@ class TruthStorage:
         self.attached()
 
     # ---- internals
+
+    def _unheard(self) -> list[Any]:
+        """The prefetches that have host pages and whose end SGLang did not hear of: the ones that its IO
+        thread had no time for, and the ones that it did not acknowledge to the scheduler."""
+        controller, operations = self.cache.cache_controller, []
+        if controller.prefetch_buffer is None:
+            return operations  # nothing was ever attached
+        for queue in (controller.prefetch_sync_queue, controller.ack_prefetch_queue):
+            while not queue.empty():
+                ack = queue.get()
+                if ack is not None and ack.completed_req:
+                    operations.append(ack.operation)
+        while not controller.prefetch_buffer.empty():
+            operation = controller.prefetch_buffer.get()
+            if operation is not None:
+                operations.append(operation)
+        return operations
 
     def _unlock(self, job: Write) -> None:
         for boundary in job.boundaries:

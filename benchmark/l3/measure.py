@@ -325,12 +325,14 @@ def hashing(pages: int, repeats: int, geometry: Geometry = PRO, records: int = 1
 NODE_WRITE = "a node goes to storage"
 PROVABLE = "a request arrives: can its prefix be proved"
 FETCH = "its prefetch begins"
+ANCHOR = "a request for KV that lost its records: where to begin"
 RESTORED = "all of its pages came from storage"
 
 SCHEDULER_CALLS = {
     NODE_WRITE: "write_transfers",
     PROVABLE: "provable",
     FETCH: "fetch_transfers",
+    ANCHOR: "anchor_of",
     RESTORED: "commit",
 }
 """Methods of TruthStorage that the scheduler thread calls."""
@@ -354,8 +356,11 @@ class Scheduler:
 
 
 def scheduler(pages: int, repeats: int) -> Scheduler:
-    """A prompt is written chunk by chunk, with a record at each page; then a request wants more behind
-    it; then all of it is restored from nothing. Bookkeeping only, so the geometry is tiny."""
+    """A prompt is written chunk by chunk, with a record at each page; a request wants more behind it; its
+    KV is still there but no record is, and it is asked for; all of it is restored from nothing.
+
+    Bookkeeping only, so the geometry is tiny.
+    """
     with (
         TemporaryDirectory() as directory,
         World(Path(directory), pages, lambda _page: True, pages + 8, TINY) as world,
@@ -373,6 +378,11 @@ def scheduler(pages: int, repeats: int) -> Scheduler:
                 world.submit(more)
                 world.server.settle()
                 calls = dict(parts.calls)
+                world.driver.forget_truth(lambda _lineage: False)
+                parts.reset()
+                world.submit(world.prompt)
+                world.server.settle()
+                calls[ANCHOR] = parts.calls[ANCHOR]
                 world.flush()
                 parts.reset()
                 world.restore()

@@ -237,8 +237,8 @@ class TruthStorage:
         """
         tree, page = self.cache.tree_core, self.cache.page_size
         node = tree.node_by_id(node_id)
-        start = found = 0
-        ends = [(0, node_id)]
+        resident: list[tuple[int, Any, HostSpan]] = []
+        start = 0
         while start < len(key):
             node = node.children.get(key.child_key_at(start, page))
             if node is None or node.key.match_at(key, start, page_size=page) < len(node.key):
@@ -246,14 +246,23 @@ class TruthStorage:
             span = self._resident(node)
             if span is None:
                 break
-            known = [i for i, h in enumerate(span.hashes, 1) if self.records.digest(h) is not None]
-            usable = self.refused.usable(span.hashes, known)
-            if usable:
-                found = start + page * usable[-1]
+            resident.append((start, node, span))
             start += len(node.key)
-            ends.append((start, node.id))
-        tokens, anchor = max(end for end in ends if end[0] <= max(0, found - page))
-        return (anchor, tokens) if self._path(anchor) is not None else (node_id, 0)
+        record = next((end for end in map(self._last_record, reversed(resident)) if end), 0)
+        # The last node that ends before the record's page.
+        for start, node, _ in reversed(resident):
+            end = start + len(node.key)
+            if end <= record - page and self._path(node.id) is not None:
+                return node.id, end
+        return node_id, 0
+
+    def _last_record(self, resident: tuple[int, Any, HostSpan]) -> int:
+        """The deepest boundary of a node, in tokens of the key, that storage is known to have a record
+        of; 0 for none."""
+        start, _, span = resident
+        known = [i for i, h in enumerate(span.hashes, 1) if self.records.digest(h) is not None]
+        usable = self.refused.usable(span.hashes, known)
+        return start + self.cache.page_size * usable[-1] if usable else 0
 
     def fetch_transfers(self, anchor: Any) -> list[TruthTransfer] | None:
         """For a prefetch behind this node: the record's pools, and the prefix."""

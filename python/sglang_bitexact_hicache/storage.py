@@ -105,6 +105,7 @@ class TruthStorage:
         self._slots = TruthPagePool(WINDOW_POOL, self.pools, self.store, self.landing)
         for pool in POOLS:
             self._register(pool)
+        logger.info("bit-exact HiCache: names in storage (L3) end in %s", self.names.tagged(None))
         self.attached()
 
     def _register(self, pool: str) -> None:
@@ -285,7 +286,7 @@ class TruthStorage:
         hits = result.extra_pool_hit_pages
         whole = all(hits.get(name) == 1 for name in self.names.pools.values())
         target = insert_result.inserted_host_node
-        if not whole or job.seal is None or target is None:
+        if not whole or job.seal is None or target is None or self.closed:
             self.store.discard(slot)
             return
         lineage = self._prove(job, target)

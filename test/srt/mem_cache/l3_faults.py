@@ -45,7 +45,7 @@ from scheduler_harness import Harness, Result, Steps
 from sglang_bitexact_hicache import record, storage_guard
 from sglang_bitexact_hicache.layout import C4_POOL, POOLS, WINDOW_POOL
 
-C4, C4_INDEXER, C128 = KV_POOLS = ("deepseek_v4_c4", "deepseek_v4_c4_indexer", "deepseek_v4_c128")
+C4, _, C128 = KV_POOLS = ("deepseek_v4_c4", "deepseek_v4_c4_indexer", "deepseek_v4_c128")
 """SGLang's host pools of compressed KV, in bf16."""
 
 MARKER = "kv"

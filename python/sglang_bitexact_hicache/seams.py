@@ -480,6 +480,15 @@ SEAMS: tuple[Seam, ...] = (
         "managers/scheduler_components/weight_updater.py:136 record_weight_version_after_update",
     ),
     Seam(
+        "sglang.srt.managers.scheduler.Scheduler.flush_cache",
+        Kind.AROUND,
+        "storage:around_flush_cache",
+        "no flush while a call of the storage backend hangs: SGLang would end the scheduler",
+        ("self", "empty_cache"),
+        When.ENGAGED,
+        "managers/scheduler.py:1341 flush_wrapper, 2394 weight_updater",
+    ),
+    Seam(
         f"{_CONTROLLER}._page_transfer_sidecar",
         Kind.BEFORE,
         "storage_guard:before_page_transfer_sidecar",

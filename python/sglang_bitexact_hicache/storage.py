@@ -29,6 +29,7 @@ from sglang_bitexact_hicache.policy import Keep
 from sglang_bitexact_hicache.refused import RefusedKeys
 from sglang_bitexact_hicache.storage_guard import (
     OTHER_KV_SECONDS,
+    Calls,
     Fetch,
     StrictStorage,
     TruthTransfer,
@@ -49,6 +50,9 @@ logger = logging.getLogger(__name__)
 
 KNOWN_PAGES = 1 << 18
 """Pages in storage whose digests are remembered: 70 MB of host memory, 67 million tokens."""
+
+HANGS_SECONDS = 5.0
+"""A call of a storage backend that has not returned for so long may not return at all."""
 
 SPARE_SPANS = 64
 """Spans of nodes that are gone, beyond as many as there are nodes, before they are swept out."""
@@ -77,6 +81,8 @@ class TruthStorage:
         """The bytes that storage is known to hold. Any thread."""
         self.records = StoredPages(KNOWN_PAGES)
         """The boundaries whose record storage is known to hold, with its KV chain. Any thread."""
+        self.calls = Calls()
+        """What its IO threads have asked of the backend and not been answered. Any thread."""
         self.landing = Landing()
         self.closed = False
         """Storage is neither read nor written any more: its names do not fit this server's weights."""
@@ -439,3 +445,19 @@ def after_weights_changed(_result: Any, *_args: Any, **_kwargs: Any) -> None:
     """AFTER Scheduler.record_weight_version_change, which SGLang calls after every update of weights."""
     if _active is not None:
         _active.weights_changed()
+
+
+def around_flush_cache(original: Any, scheduler: Any, *args: Any, **options: Any) -> bool:
+    """AROUND Scheduler.flush_cache: not while a call of the storage backend hangs.
+
+    SGLang stops its storage threads for a flush, waits 10 s for them, and then raises, which ends the
+    scheduler. A call that somebody gave up waiting for does not keep it from flushing.
+    """
+    if _active is not None and not _active.calls.all_returned(HANGS_SECONDS):
+        logger.warning(
+            "bit-exact HiCache: cache not flushed, a call of the storage backend has not returned "
+            "for %g s",
+            HANGS_SECONDS,
+        )
+        return False
+    return original(scheduler, *args, **options)

@@ -16,6 +16,7 @@ IO thread (and the backup thread, to read a page back), `batch_set_v2` the backu
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -104,6 +105,28 @@ def job_of(transfers: Sequence[PoolTransfer] | None) -> Any:
     return next((t.job for t in transfers or () if isinstance(t, TruthTransfer)), None)
 
 
+class Calls:
+    """The calls of a backend that have not returned. Any thread."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._changed = threading.Condition()
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._inside += 1
+
+    def __exit__(self, *_exc: object) -> None:
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+
+    def all_returned(self, seconds: float) -> bool:
+        """Whether none is left, waiting at most so long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._inside, seconds)
+
+
 class StrictStorage(HiCacheStorage):
     """See the module's docstring.
 
@@ -134,7 +157,8 @@ class StrictStorage(HiCacheStorage):
         if self._storage.closed:
             return PoolTransferResult.empty()
         try:
-            found = self.backend.batch_exists_v2(keys, pool_transfers, extra_info)
+            with self._storage.calls:
+                found = self.backend.batch_exists_v2(keys, pool_transfers, extra_info)
         except Exception as error:
             self._storage.counters.add(unreadable=1)
             logger.warning(
@@ -168,7 +192,7 @@ class StrictStorage(HiCacheStorage):
             # Copies that still read or write the slot's old bytes.
             for event in self._storage.slot_events(slot):
                 event.synchronize()
-            with self._storage.landing.into(slot):
+            with self._storage.landing.into(slot), self._storage.calls:
                 found = self.backend.batch_get_v2(transfers, extra_info)
         except Exception as error:
             found, reason = missing, f"{type(error).__name__}: {error}"
@@ -187,7 +211,8 @@ class StrictStorage(HiCacheStorage):
     def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, Any]:
         """As the backend does, which may not raise."""
         try:
-            return self.backend.batch_set_v2(transfers, extra_info)
+            with self._storage.calls:
+                return self.backend.batch_set_v2(transfers, extra_info)
         except Exception as error:
             names = [transfer.name for transfer in transfers]
             logger.warning("bit-exact HiCache: storage did not take %s: %s", names, error)
@@ -255,7 +280,8 @@ class StrictStorage(HiCacheStorage):
 
     def _read_kv(self, transfers: list[PoolTransfer], extra_info: Any) -> dict[str, Any]:
         try:
-            results = self.backend.batch_get_v2(transfers, extra_info)
+            with self._storage.calls:
+                results = self.backend.batch_get_v2(transfers, extra_info)
         except Exception:
             # A page that is too short raises, and with it goes what the batch had read: which page it
             # is decides what must not be asked for again.
@@ -360,7 +386,8 @@ class StrictStorage(HiCacheStorage):
     ) -> Any:
         """KV of a backend that reads all of a page at once."""
         try:
-            return self.backend.batch_get_v1(keys, host_indices, extra_info)
+            with self._storage.calls:
+                return self.backend.batch_get_v1(keys, host_indices, extra_info)
         except Exception:
 
             def read(i: int) -> Any:
@@ -372,7 +399,8 @@ class StrictStorage(HiCacheStorage):
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None
     ) -> Any:
-        return self.backend.batch_set_v1(keys, host_indices, extra_info)
+        with self._storage.calls:
+            return self.backend.batch_set_v1(keys, host_indices, extra_info)
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         return self.backend.get(key, target_location, target_sizes)
@@ -382,7 +410,8 @@ class StrictStorage(HiCacheStorage):
     ) -> Any:
         """The markers of KV pages, where the bytes are in other pools."""
         try:
-            return self.backend.batch_get(keys, target_locations, target_sizes)
+            with self._storage.calls:
+                return self.backend.batch_get(keys, target_locations, target_sizes)
         except Exception:
 
             def read(i: int) -> Any:
@@ -402,7 +431,8 @@ class StrictStorage(HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        return self.backend.batch_set(keys, values, target_locations, target_sizes)
+        with self._storage.calls:
+            return self.backend.batch_set(keys, values, target_locations, target_sizes)
 
     def exists(self, key: str) -> bool:
         return self.backend.exists(key)

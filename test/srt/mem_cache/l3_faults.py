@@ -42,7 +42,7 @@ from scenarios import (
 )
 from scheduler_harness import Harness, Result, Steps
 
-from sglang_bitexact_hicache import record, storage_guard
+from sglang_bitexact_hicache import record, storage, storage_guard
 from sglang_bitexact_hicache.layout import C4_POOL, POOLS, WINDOW_POOL
 
 C4, _, C128 = KV_POOLS = ("deepseek_v4_c4", "deepseek_v4_c4_indexer", "deepseek_v4_c128")
@@ -761,6 +761,34 @@ def hanging_read(h: Harness, pool: str, policy: str, abort: bool) -> Steps:
     again = yield from from_storage(h, ids, NEW)
     of_prompt = suffered(h, answer, where, first, again)
     return of_prompt, answered and not abort, scribbled, beside, other_cold
+
+
+def flush_while_reading(h: Harness) -> Steps:
+    """A read hangs and is given up; the server is asked to flush meanwhile, and after it has returned:
+    (cold answer, the answer without it, what the flushes said)."""
+    ids, root = prompt_of(3), file_backend(h).file_path
+    yield from to_storage(h)
+    attach_instead(h, root, "timeout", prefetch_timeout_base=60)
+    answer, where = yield from stored_anew(h, ids)
+    gate, store = Gate(), h.cache.store
+    with reading(h, where.key(2, WINDOW_POOL), gate), patched(storage, "HANGS_SECONDS", 0.2):
+        request = h.submit(ids, NEW)
+        handle = request.cache_request_handle
+        while not (gate.reached.is_set() and handle in h.cache._storage_prefetch_wait):
+            yield
+        h.cache._storage_prefetch_wait[handle].timeout_s = 0.1
+        (result,) = yield from h.finish(request)
+        for _ in range(3):
+            yield
+        assert h.scheduler.is_fully_idle(), "the flush would be refused anyway"
+        flushed = [h.scheduler.flush_cache(empty_cache=False)]
+        gate.open()
+    yield from settle_storage(h)
+    yield from _within(20, lambda: store.in_use() == len(store))
+    flushed.append(h.scheduler.flush_cache(empty_cache=False))
+    yield from leak_free(h)
+    attach_instead(h, root)
+    return answer, result, flushed
 
 
 def _within(seconds: float, done: Callable[[], bool]) -> Steps:

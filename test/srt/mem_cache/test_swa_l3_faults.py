@@ -170,6 +170,16 @@ def test_fault_storage_cannot_be_asked(process, said):
     assert f"cannot be asked for {suffered.keys[0]}: OSError: no route to storage" in line
 
 
+def test_fault_a_flush_while_a_read_hangs(process, said):
+    """SGLang would wait for its thread and then end the scheduler."""
+    cold, answer, flushed = process.run(faults.flush_while_reading)
+    assert answer.cached == 0
+    assert answer.same_answer(cold)
+    assert flushed == [False, True]
+    (line,) = said()
+    assert "cache not flushed, a call of the storage backend has not returned" in line
+
+
 @pytest.mark.parametrize(
     ("pool", "policy", "abort"),
     [

@@ -149,13 +149,7 @@ def plan_pools(ctx: Any) -> Options:
 
 
 def plan_storage(ctx: Any, aligned: AlignedPrefill | None) -> TruthStorage:
-    """What storage is written and read under, active from here on in this process.
-
-    Raises:
-        ValueError: the model's name is too long to be part of a file's name.
-    """
-    from sglang.srt.arg_groups.overrides import resolving_view
-
+    """What storage is written and read under, active from here on in this process."""
     from sglang_bitexact_hicache import storage, storage_backends
     from sglang_bitexact_hicache.device_view import DeviceView
     from sglang_bitexact_hicache.storage_names import StorageNames, facts_of
@@ -164,10 +158,6 @@ def plan_storage(ctx: Any, aligned: AlignedPrefill | None) -> TruthStorage:
     layout = DeviceView(kvcache).layout
     unit = 0 if aligned is None else aligned.chunk
     names = StorageNames.of(facts_of(ctx.server_args, kvcache, layout, unit))
-    cfg = resolving_view(ctx.server_args)
-    problem = names.length_problem(cfg.served_model_name)
-    if cfg.hicache_storage_backend is not None and problem is not None:
-        raise ValueError(f"bit-exact HiCache: {problem}")
     planned = storage.TruthStorage(names, layout, unit or PAGE_SIZE)
     storage.activate(planned)
     storage_backends.register_backends()

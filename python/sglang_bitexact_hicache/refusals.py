@@ -29,6 +29,7 @@ from sglang_bitexact_hicache.options import (
 )
 from sglang_bitexact_hicache.policy import Kind
 from sglang_bitexact_hicache.sizing import LEAST_ROW_LIMIT
+from sglang_bitexact_hicache.storage_names import LONGEST_NAME, name_excess
 
 STORAGE_BACKENDS = ("file", "nixl")
 """SGLang's storage backends that this project was tested with."""
@@ -430,6 +431,15 @@ RULES: tuple[Rule, ...] = (
         _field("hicache_storage_backend", None, *STORAGE_BACKENDS),
         got=lambda s: s.cfg.hicache_storage_backend,
     ),
+    Rule(
+        "served_model_name",
+        "--served-model-name",
+        "must be shorter (it is the model's path where it is not given): it is part of the name of each "
+        f"stored page, which a file system takes up to {LONGEST_NAME} bytes of",
+        lambda s: (
+            s.cfg.hicache_storage_backend is not None and name_excess(s.cfg.served_model_name) > 0
+        ),
+    ),
 )
 """Every rule, in the order in which it is reported."""
 
@@ -454,10 +464,15 @@ def check(startup: Startup) -> None:
         )
 
 
-def storage_problem(storage_backend: str, write_policy: str | None) -> str | None:
+def storage_problem(
+    storage_backend: str, write_policy: str | None, model_name: str | None
+) -> str | None:
     """Why a storage backend cannot be attached at run time with this write policy, or None."""
     if storage_backend not in STORAGE_BACKENDS:
         return f"the storage backend must be one of {', '.join(STORAGE_BACKENDS)}"
     if write_policy not in (None, "write_through"):
         return f"the write policy must stay write_through, got {write_policy!r}"
+    excess = name_excess(model_name)
+    if excess > 0:
+        return f"--served-model-name must be shorter by {excess} bytes: it is part of file names"
     return None

@@ -100,6 +100,7 @@ class Seam:
 _TREE = "sglang.srt.mem_cache.unified_cache.components"
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 
 SEAMS: tuple[Seam, ...] = (
@@ -471,13 +472,31 @@ SEAMS: tuple[Seam, ...] = (
         "managers/cache_controller.py:794 _generate_storage_config",
     ),
     Seam(
-        "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
+        f"{_WEIGHTS}.record_weight_version_after_update",
         Kind.AFTER,
         "storage:after_weights_changed",
         "storage is closed once the weights are not the ones that its names say",
+        ("self", "weight_version"),
+        When.ENGAGED,
+        "managers/scheduler_components/weight_updater.py:153, 224, 256, 278 update_weights_from_*",
+    ),
+    Seam(
+        f"{_WEIGHTS}.begin_weight_update",
+        Kind.AFTER,
+        "storage:after_begin_weight_update",
+        "the same, where weights are written from outside",
+        ("self", "recv_req"),
+        When.ENGAGED,
+        "managers/scheduler.py:1863 init_request_dispatcher",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
+        Kind.BEFORE,
+        "storage:before_weight_version_change",
+        "the same, where an operator says so",
         ("self", "new_version"),
         When.ENGAGED,
-        "managers/scheduler_components/weight_updater.py:136 record_weight_version_after_update",
+        "managers/scheduler.py:5633 handle_update_weight_version",
     ),
     Seam(
         "sglang.srt.managers.scheduler.Scheduler.flush_cache",
@@ -518,7 +537,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_CONTROLLER}.write_storage",
         Kind.CALL,
-        "storage:TruthStorage.write_late",
+        "storage:TruthStorage._submit_alone",
         "a truth that came after its page's KV went to storage",
         ("self", "host_indices", "token_ids", "hash_value", "prefix_keys", "extra_pools"),
         When.ENGAGED,

@@ -16,6 +16,7 @@ Scheduler thread only, but for the tables that say otherwise (refused, stored, c
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,7 @@ class TruthStorage:
         self._spans: dict[int, HostSpan] = {}
         self._prepared: Write | None = None
         self._writes: dict[int, Write] = {}
+        self._refused_for_the_tree: set[str] = set()
 
     def guard(self, backend: Any) -> StrictStorage:
         """SGLang's backend, made strict."""
@@ -135,7 +137,8 @@ class TruthStorage:
     def attached(self) -> None:
         """A backend may be there now: keep one host page aside for reading back."""
         if self.cache.enable_storage and self.scratch is None:
-            self.scratch = self.cache.cache_controller.mem_pool_host.alloc(PAGE_SIZE)
+            group = self.cache.cache_controller.mem_pool_host
+            self.scratch = group.alloc(PAGE_SIZE, reclaim=self.cache.evict_host)
 
     def detached(self) -> None:
         """The backend is gone; what it held is not known of the next one.
@@ -170,6 +173,7 @@ class TruthStorage:
     def write_transfers(self, node: Any) -> list[TruthTransfer] | None:
         """For the storage write of a node that begins: its truths, and its prefix. None where the
         prefix in host memory is not one computation, or its bytes are on their way."""
+        self.attached()  # where there was no page to be had, there may be one now
         path = self._path(node.id)
         if path is None:
             return None
@@ -182,14 +186,7 @@ class TruthStorage:
             self.store.lock(slot)
             boundaries.append(Boundary(pages, slot, self.slot_events(slot)))
         self._prepared = Write(path, boundaries)
-        return [
-            TruthTransfer(
-                name=self.names.pools[WINDOW_POOL],
-                host_indices=torch.empty(0, dtype=torch.int64),
-                keys=[],
-                job=self._prepared,
-            )
-        ]
+        return [self._carrier(self._prepared)]
 
     def submitted(self, operation_id: int | None) -> None:
         """The write that was prepared last has this id; None: nothing was submitted."""
@@ -214,15 +211,9 @@ class TruthStorage:
             return
         if node.write_through_pending_id is not None:
             return  # its write is still to come
-        transfers = self.write_transfers(node)
-        if transfers is None:
-            return
-        operation_id = cache.cache_controller.write_storage(
-            torch.empty(0, dtype=torch.int64), [], hash_value=[], extra_pools=transfers
-        )
-        lock = cache.inc_host_lock_ref(node.id).to_dec_params()
-        cache.ongoing_backup[operation_id] = (node.id, lock)
-        self.submitted(operation_id)
+        if self.write_transfers(node) is not None:
+            job, self._prepared = self._prepared, None
+            self._submit_alone(node, job)
 
     # ---- fetch
 
@@ -233,6 +224,9 @@ class TruthStorage:
         path = self._path(node_id)
         if path is None:
             self.counters.add(not_asked=1)
+            logger.info(
+                "bit-exact HiCache: storage is not asked, the prefix in host memory is no proof"
+            )
         return path is not None
 
     def anchor_of(self, node_id: int, key: RadixKey) -> tuple[int, int]:
@@ -314,6 +308,9 @@ class TruthStorage:
         for job in self._writes.values():
             self._unlock(job)
         self._writes.clear()
+        for page_hash in self._refused_for_the_tree:
+            self.refused.forgive(page_hash)
+        self._refused_for_the_tree.clear()
         self._pages.clear()
         self._spans.clear()
         self.scratch = None
@@ -337,6 +334,21 @@ class TruthStorage:
             if operation is not None:
                 operations.append(operation)
         return operations
+
+    def _carrier(self, job: Write) -> TruthTransfer:
+        """What takes a job to the backup thread; it moves nothing itself."""
+        nothing = torch.empty(0, dtype=torch.int64)
+        return TruthTransfer(self.names.pools[WINDOW_POOL], host_indices=nothing, keys=[], job=job)
+
+    def _submit_alone(self, node: Any, job: Write) -> None:
+        """A storage operation of a node that brings no KV. As UnifiedRadixCache.write_backup_storage."""
+        cache = self.cache
+        operation_id = cache.cache_controller.write_storage(
+            torch.empty(0, dtype=torch.int64), [], hash_value=[], extra_pools=[self._carrier(job)]
+        )
+        lock = cache.inc_host_lock_ref(node.id).to_dec_params()
+        cache.ongoing_backup[operation_id] = (node.id, lock)
+        self._writes[operation_id] = job
 
     def _unlock(self, job: Write) -> None:
         for boundary in job.boundaries:
@@ -400,10 +412,10 @@ class TruthStorage:
             for row, lineage, parent in zip(here, copy.ids, copy.parents, strict=True):
                 known = self._pages.get(lineage)
                 read_now = row == rows[position]
-                if not read_now and (known is None or known.digest != job.digests[position]):
-                    # As long as the tree has this page, what storage has behind it is of no use.
+                digest = None if known is None else known.digest
+                if not read_now and digest != job.digests[position]:
                     page_hash = [*job.path_hashes, *job.hashes][position]
-                    self.refused.refuse_page(page_hash, seconds=OTHER_KV_SECONDS)
+                    self._not_proved(node, page_hash, position, unknown=digest is None)
                     return None
                 if lineage == UNKNOWN or parent != previous:
                     lineage = self.store.lineages.mint()
@@ -421,6 +433,24 @@ class TruthStorage:
             self._pages.setdefault(lineage, KvPage()).digest = digest
         return previous
 
+    def _not_proved(self, node: Any, page_hash: str, position: int, *, unknown: bool) -> None:
+        """The tree holds another page than the one that was read, or one that nobody has hashed yet: that
+        is done now, for the next request."""
+        path = self._path(node.id) if unknown else None
+        if path is not None:
+            self._submit_alone(node, Write(path, ()))
+        if not unknown:
+            # As long as the tree has this page, what storage has behind it is of no use.
+            self.refused.refuse_page(page_hash, seconds=OTHER_KV_SECONDS)
+            self._refused_for_the_tree.add(page_hash)
+        logger.info(
+            "bit-exact HiCache: a record from storage is not used, page %d of its prefix (%s) in host "
+            "memory is %s",
+            position,
+            page_hash,
+            "not hashed yet" if unknown else "of another computation",
+        )
+
 
 _active: TruthStorage | None = None
 
@@ -432,8 +462,19 @@ def activate(storage: TruthStorage | None) -> None:
 
 
 def after_create_backend(result: Any, *_args: Any, **_kwargs: Any) -> Any:
-    """AFTER StorageBackendFactory.create_backend: SGLang's backend, made strict."""
-    return None if _active is None else _active.guard(result)
+    """AFTER StorageBackendFactory.create_backend: SGLang's backend, made strict.
+
+    Raises:
+        ValueError: the directory of the file backend is none; SGLang would fail to write each page.
+    """
+    if _active is None:
+        return None
+    path = getattr(result, "file_path", None)
+    if path is not None and not os.path.isdir(path):
+        raise ValueError(
+            f"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR (or file_storage_path): {path} is no directory"
+        )
+    return _active.guard(result)
 
 
 def after_storage_model_name(result: str | None, *_args: Any) -> str | None:
@@ -441,9 +482,25 @@ def after_storage_model_name(result: str | None, *_args: Any) -> str | None:
     return None if _active is None else _active.names.tagged(result)
 
 
-def after_weights_changed(_result: Any, *_args: Any, **_kwargs: Any) -> None:
-    """AFTER Scheduler.record_weight_version_change, which SGLang calls after every update of weights."""
+def after_weights_changed(_result: None, *_args: Any, **_kwargs: Any) -> None:
+    """AFTER SchedulerWeightUpdaterManager.record_weight_version_after_update: SGLang has loaded weights,
+    whatever their version is called."""
     if _active is not None:
+        _active.weights_changed()
+
+
+def after_begin_weight_update(result: Any, *_args: Any) -> None:
+    """AFTER SchedulerWeightUpdaterManager.begin_weight_update: from now on somebody may write into the
+    weights without SGLang's loading them."""
+    if _active is not None and result.success:
+        _active.weights_changed()
+
+
+def before_weight_version_change(scheduler: Any, new_version: str | None) -> None:
+    """BEFORE Scheduler.record_weight_version_change: an operator says that the weights are other ones."""
+    from sglang.srt.runtime_context import get_serving
+
+    if _active is not None and new_version not in (None, get_serving().weight_version):
         _active.weights_changed()
 
 

@@ -31,6 +31,9 @@ FORMAT = "bx1"
 
 IDENTITY_BYTES = 16
 
+SHORT_BYTES = 8
+"""Of the identity in names."""
+
 HASH_DIGITS = 64
 """Of SGLang's key of a page."""
 
@@ -55,26 +58,24 @@ class StorageNames:
         """Names for an identity made of these facts (JSON values)."""
         text = json.dumps({"format": FORMAT, **facts}, sort_keys=True, default=str)
         identity = hashlib.blake2b(text.encode(), digest_size=IDENTITY_BYTES).digest()
-        short = identity.hex()[:16]
+        short = identity[:SHORT_BYTES].hex()
         members = extend_pool_names([f"{FORMAT}_{pool}_{short}" for pool in POOLS])
         return cls(identity, dict(zip(POOLS, members, strict=True)))
 
-    def length_problem(self, model_name: str | None) -> str | None:
-        """Why the names of stored objects would not fit a file system, or None. SGLang joins the page's
-        hash, the pool's name and the model's name, and would fail to write each page."""
-        longest = max(map(len, (pool.value for pool in self.pools.values())))
-        length = HASH_DIGITS + longest + len(self.tagged(model_name)) + len("._.bin")
-        if length <= LONGEST_NAME:
-            return None
-        return (
-            f"--served-model-name: must be shorter by {length - LONGEST_NAME} characters, or the names "
-            "of stored pages are too long for a file system"
-        )
-
     def tagged(self, model_name: str | None) -> str:
         """The model name under which storage keys the compressed KV."""
-        tag = f"{FORMAT}-{self.identity.hex()[:16]}"
+        tag = f"{FORMAT}-{self.identity[:SHORT_BYTES].hex()}"
         return f"{model_name}-{tag}" if model_name else tag
+
+
+def name_excess(model_name: str | None) -> int:
+    """By how many bytes the names of stored objects would be too long for a file system (0 or less: they
+    fit). SGLang joins the page's hash, the pool's name and the model's name, and would fail to write each
+    page."""
+    short = 2 * SHORT_BYTES
+    pool = max(len(f"{FORMAT}_{pool}_") for pool in POOLS) + short
+    model = len((model_name or "").encode()) + len(f"-{FORMAT}-") + short
+    return HASH_DIGITS + pool + model + len("._.bin") - LONGEST_NAME
 
 
 def facts_of(server_args: Any, kvcache: Any, layout: RecordLayout, unit: int) -> dict[str, Any]:

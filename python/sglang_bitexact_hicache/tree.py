@@ -283,13 +283,13 @@ class BxCache(UnifiedRadixCache):
 
     def attach_storage_backend(self, storage_backend: str, **options: Any) -> tuple[bool, str]:
         """At run time as at startup: what startup would refuse is refused, and nothing changes."""
-        problem = storage_problem(storage_backend, options.get("hicache_write_policy"))
+        problem = storage_problem(
+            storage_backend, options.get("hicache_write_policy"), options.get("served_model_name")
+        )
         if problem is None and self.truth_storage is None:
             problem = "this cache was built without storage"
         if problem is None and self.truth_storage.closed:
             problem = "the model's weights changed since this server started; restart it"
-        if problem is None:
-            problem = self.truth_storage.names.length_problem(options.get("served_model_name"))
         if problem is not None:
             return False, f"bit-exact HiCache: {problem}"
         attached = super().attach_storage_backend(storage_backend, **options)

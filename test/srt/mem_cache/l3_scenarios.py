@@ -153,10 +153,13 @@ def page_hashes(ids: Sequence[int]) -> list[str]:
     return get_storage_hash_str(key, None, page_size=PAGE)
 
 
-def another_page_survives(h: Harness, ids: Sequence[int], page: int, new: int) -> Steps:
+def another_page_survives(
+    h: Harness, ids: Sequence[int], page: int, digest: bytes | None, new: int
+) -> Steps:
     """The tree holds other bytes for a page than storage does: [(result, storage gains)], twice.
 
-    The digest that is known of the page is changed, which is what other bytes come to.
+    The digest that is known of the page is changed, which is what other bytes come to; None: nothing is
+    known of it yet.
     """
     yield from populate(h, ids, new)
     (some,) = (
@@ -165,21 +168,43 @@ def another_page_survives(h: Harness, ids: Sequence[int], page: int, new: int) -
         for page_hash, known in zip(span.hashes, span.pages, strict=True)
         if page_hash == page_hashes(ids)[page]
     )
-    some.digest = bytes(16)
+    some.digest = digest
     results = []
     for _ in range(2):
         forget_truth(h)
         before = stored(h)
         result = yield from h.generate(ids, new)
+        yield from settle_storage(h)
         results.append((result, stored_since(h, before)))
     yield from leak_free(h)
     return results
 
 
 def weights_change(h: Harness, ids: Sequence[int], new: int) -> Steps:
-    """SGLang's call after an update of weights, then the prompt again: storage gains, files written."""
+    """Each way in which weights change, and one in which they do not: whether storage was closed. Then
+    the prompt again: its result, another's, storage gains, what an attach says."""
+    from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+    from sglang.srt.runtime_context import get_serving
+
     yield from to_storage(h)
-    h.scheduler.record_weight_version_change(new_version="another")
+    storage, updater = h.cache.truth_storage, h.scheduler.weight_updater
+
+    def written_from_outside() -> None:
+        updater.begin_weight_update(BeginWeightUpdateReqInput())
+        updater.end_weight_update(EndWeightUpdateReqInput())
+
+    closed = {}
+    for how, change in {
+        "the same version": lambda: h.scheduler.record_weight_version_change(
+            new_version=get_serving().weight_version
+        ),
+        "written from outside": written_from_outside,
+        "loaded": lambda: updater.record_weight_version_after_update(None),
+        "another version": lambda: h.scheduler.record_weight_version_change(new_version="another"),
+    }.items():
+        storage.closed = False
+        change()
+        closed[how] = storage.closed
     before = stored(h)
     result = yield from h.generate(ids, new)
     other = yield from h.generate([7, *ids], new)
@@ -187,7 +212,7 @@ def weights_change(h: Harness, ids: Sequence[int], new: int) -> Steps:
     gains = stored_since(h, before)
     attached = h.cache.attach_storage_backend("file")
     yield from leak_free(h)
-    return result, other, gains, attached
+    return closed, result, other, gains, attached
 
 
 def names(h: Harness) -> tuple[list[str], str]:

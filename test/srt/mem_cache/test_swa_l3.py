@@ -132,7 +132,8 @@ def test_pages_that_are_cached_get_their_truth_back_from_storage(process, tier):
 def test_pages_of_another_computation_in_the_tree_never_pair_with_a_record(process, page, refusal):
     """Before the pages that are read: found by the thread that verifies. Among them: at the commit."""
     ids = prompt(2700 + page, 3 * PAGE + 30)
-    (first, gains), (again, second) = process.run(l3.another_page_survives, ids, page, 3)
+    args = l3.another_page_survives, ids, page, bytes(16), 3
+    (first, gains), (again, second) = process.run(*args)
     assert first.cached == 0
     assert gains[refusal] == 1
     assert gains["records_loaded"] == 0
@@ -142,6 +143,18 @@ def test_pages_of_another_computation_in_the_tree_never_pair_with_a_record(proce
     assert second["records_loaded"] == (page > 0)
     # As long as the tree holds that page, storage is not read for nothing.
     assert second["bytes_read"] == second["bytes_used"]
+
+
+def test_a_page_that_nobody_has_hashed_yet_is_hashed_and_not_held_against_storage(process):
+    ids = prompt(2750, 3 * PAGE + 30)
+    args = l3.another_page_survives, ids, 2, None, 3
+    (first, gains), (again, second) = process.run(*args)
+    assert first.cached == 0
+    assert gains["unproved"] == 1
+    assert again.cached == 3 * PAGE
+    assert again.same_answer(first)
+    assert second["records_loaded"] == 1
+    assert second["unproved"] == 0
 
 
 # ---- writing
@@ -280,7 +293,13 @@ def test_after_the_weights_changed_storage_is_left_alone(process, store):
     ids = prompt(3300, 3 * PAGE + 30)
     first = process.run(l3.populate, ids, 3)
     files = sorted(os.listdir(store))
-    result, other, gains, attached = process.run(l3.weights_change, ids, 3)
+    closed, result, other, gains, attached = process.run(l3.weights_change, ids, 3)
+    assert closed == {
+        "the same version": False,
+        "written from outside": True,
+        "loaded": True,
+        "another version": True,
+    }
     assert result.cached == other.cached == 0
     assert result.same_answer(first)
     assert not any(gains.values()), gains

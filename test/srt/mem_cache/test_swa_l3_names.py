@@ -6,6 +6,7 @@ in the geometry of the model. What may differ (slots, host pages, rows) is no ob
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from array import array
@@ -19,7 +20,12 @@ from startup_fixtures import resolve, write_model
 from tree_driver import TreeDriver, tokens
 
 from sglang_bitexact_hicache.device_view import DeviceView
-from sglang_bitexact_hicache.storage_names import StorageNames, facts_of, whole_model
+from sglang_bitexact_hicache.storage_names import (
+    StorageNames,
+    facts_of,
+    name_excess,
+    whole_model,
+)
 
 PAGES = 3
 PROMPT = tokens(PAGES, 5)
@@ -148,15 +154,18 @@ def test_no_name_leaves_the_directory(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["deep"]
 
 
-def test_a_name_that_no_file_system_takes_is_refused_with_the_flag_to_change():
+def test_names_that_no_file_system_takes_are_known(tmp_path):
+    """The refusal counts as the file system does: bytes of the longest of the names."""
     names = StorageNames.of(FACTS)
-    assert names.length_problem("m" * 120) is None
-    problem = names.length_problem("m" * 200)
-    assert problem.startswith("--served-model-name: ")
-    shorter = 200 - int(re.search(r"by (\d+) characters", problem)[1])
-    assert names.length_problem("m" * shorter) is None
     longest = max((pool.value for pool in names.pools.values()), key=len)
-    assert len(f"{'0' * 64}.{longest}_{names.tagged('m' * shorter)}.bin") == 255
+    for letter in ("m", "模"):
+        model = letter
+        while name_excess(model + letter) <= 0:
+            model += letter
+        for name, fits in ((model, True), (model + letter, False)):
+            path = tmp_path / f"{'0' * 64}.{longest}_{names.tagged(name)}.bin"
+            with contextlib.nullcontext() if fits else pytest.raises(OSError, match="too long"):
+                path.write_bytes(b"")
 
 
 # ---- the facts themselves

@@ -344,6 +344,9 @@ CASES: dict[str, Case] = {
     "attn_dp": _case("--attn-dp-size", "2", "--tp-size", "2"),
     "pp": _case("--pp-size", "2"),
     "storage_backend": _case("--hicache-storage-backend", "mooncake"),
+    "served_model_name": _case(
+        "--served-model-name", "m" * 130, "--hicache-storage-backend", "file"
+    ),
 }
 
 

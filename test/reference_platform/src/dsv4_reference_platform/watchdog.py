@@ -18,7 +18,12 @@ _PERIOD_S = 2.0
 def start() -> None:
     """Start watching, in the one process whose parent ``DSV4_REFERENCE_PARENT`` names."""
     parent = os.environ.get(PARENT_VARIABLE)
-    if parent is None or int(parent) != os.getppid():
+    if parent is None:
+        return
+    if os.getppid() == 1 != int(parent):
+        # Its parent went while it was starting.
+        os.kill(os.getpid(), signal.SIGTERM)
+    if int(parent) != os.getppid():
         return
     threading.Thread(target=_watch, args=(int(parent),), name="parent-watch", daemon=True).start()
 

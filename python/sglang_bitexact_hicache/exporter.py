@@ -197,7 +197,7 @@ METRICS: tuple[Metric, ...] = (
     _count(
         "storage_not_written",
         "Boundaries whose record did not go to storage. present: storage has one. not_own: storage has "
-        "other bytes for a page of the prefix, or not all of them. failed: storage did not take it.",
+        "other bytes for a page of the prefix, or not all of it. failed: storage did not take it.",
         {
             "present": lambda c: _stored(c).records_present,
             "not_own": lambda c: _stored(c).write_not_own,
@@ -228,8 +228,8 @@ METRICS: tuple[Metric, ...] = (
         "storage_refused",
         "Prefetches from storage that came to nothing. record: the record's own bytes are wrong. kv: the "
         "KV is of another computation than the record. unreadable: storage did not give what it had "
-        "announced. unproved: host memory holds another computation's pages by then. not_asked: not even "
-        "started, for that reason.",
+        "announced. unproved: host memory holds other pages than were read, or pages not hashed yet. "
+        "not_asked: not even started, because the prefix in host memory is no proof.",
         {
             "record": lambda c: _stored(c).refused_record,
             "kv": lambda c: _stored(c).refused_kv,
@@ -250,6 +250,12 @@ METRICS: tuple[Metric, ...] = (
         MetricType.GAUGE,
         "Host slots that are not free.",
         lambda c: c.store.in_use(),
+    ),
+    Metric(
+        f"{PREFIX}storage_closed",
+        MetricType.GAUGE,
+        "1 once storage is neither read nor written because the weights changed.",
+        lambda c: int(c.truth_storage.closed),
     ),
     Metric(f"{PREFIX}slots_total", MetricType.GAUGE, "Host slots.", lambda c: c.store.capacity),
 )

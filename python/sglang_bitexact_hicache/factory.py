@@ -94,7 +94,7 @@ def around_create_unified_radix_cache(
             stride=options.stride,
             ranks=ranks_of_host(ctx.server_args),
             staging_bytes=runtime.staging_bytes,
-            layout=runtime.view.layout.digest(),
+            layout=f"{runtime.view.layout.digest()} ({storage.names.tagged(None)} in storage)",
             checked=options.checksum,
         ),
     )

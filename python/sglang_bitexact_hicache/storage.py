@@ -113,7 +113,6 @@ class TruthStorage:
         self._slots = TruthPagePool(WINDOW_POOL, self.pools, self.store, self.landing)
         for pool in POOLS:
             self._register(pool)
-        logger.info("bit-exact HiCache: names in storage (L3) end in %s", self.names.tagged(None))
         self.attached()
 
     def _register(self, pool: str) -> None:

@@ -42,7 +42,7 @@ from hypothesis.stateful import (
 )
 from tree_driver import FakeClock, PlannedDriver, Violation
 
-from sglang_bitexact_hicache.lineage import LineageError
+from sglang_bitexact_hicache.lineage import UNKNOWN, LineageError
 from sglang_bitexact_hicache.policy import ALL_KINDS, NEWEST_DECODE, Keep, Kind
 from sglang_bitexact_hicache.slots import SlotError
 
@@ -737,7 +737,6 @@ class Lifetime(RuleBasedStateMachine):
                 "healed": gate.healed,
                 "chain mended": gate.rehung_pages,
                 "path loaded back for healing": gate.loaded_for_healing,
-                "unknown pages in the way": gate.unknown_pages,
                 "third newest decode page let go": store.superseded,
                 "truth evicted": store.evicted,
                 "spare decode page let go": self.driver.planner.spares_released,
@@ -750,6 +749,9 @@ class Lifetime(RuleBasedStateMachine):
             self.met["truth evicted while a hit waits"] += 1
         self.met.update(fresh)
         self.counted = now
+        hosts = (copies.host for _, copies in self.cache.copies.items())
+        unknown = any(copy is not None and UNKNOWN in copy.ids for copy in hosts)
+        self.met["unknown pages in the way"] += unknown
         self._count_how_slots_are_held()
 
     def _count_how_slots_are_held(self) -> None:

@@ -80,11 +80,18 @@ def test_device_memory_that_cannot_be_had_names_the_flag():
         DeviceStaging(LAYOUT, 3, torch.device("cpu"))
 
 
-def test_storage_attached_at_run_time_is_refused_with_a_reason():
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"storage_backend": "mooncake"}, "must be one of file, nixl"),
+        ({"storage_backend": "file", "hicache_write_policy": "write_back"}, "stay write_through"),
+        ({"storage_backend": "file", "served_model_name": "m" * 200}, "--served-model-name"),
+        ({"storage_backend": "file"}, "built without storage"),
+    ],
+)
+def test_storage_attached_at_run_time_is_refused_with_a_reason(options, why):
     cache, _ = build()
-    accepted, why = cache.attach_storage_backend(
-        storage_backend="file", hicache_write_policy="write_through"
-    )
+    accepted, said = cache.attach_storage_backend(**options)
     assert not accepted
-    assert "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE" in why
+    assert why in said
     cache.release_host_resources()

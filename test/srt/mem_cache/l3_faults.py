@@ -772,17 +772,18 @@ def flush_while_reading(h: Harness) -> Steps:
     answer, where = yield from stored_anew(h, ids)
     gate, store = Gate(), h.cache.store
     with reading(h, where.key(2, WINDOW_POOL), gate), patched(storage, "HANGS_SECONDS", 0.2):
-        request = h.submit(ids, NEW)
-        handle = request.cache_request_handle
-        while not (gate.reached.is_set() and handle in h.cache._storage_prefetch_wait):
-            yield
-        h.cache._storage_prefetch_wait[handle].timeout_s = 0.1
-        (result,) = yield from h.finish(request)
-        for _ in range(3):
-            yield
-        assert h.scheduler.is_fully_idle(), "the flush would be refused anyway"
-        flushed = [h.scheduler.flush_cache(empty_cache=False)]
-        gate.open()
+        try:
+            request = h.submit(ids, NEW)
+            handle = request.cache_request_handle
+            while not (gate.reached.is_set() and handle in h.cache._storage_prefetch_wait):
+                yield
+            h.cache._storage_prefetch_wait[handle].timeout_s = 0.1
+            (result,) = yield from h.finish(request)
+            idle = yield from _within(20, h.scheduler.is_fully_idle)
+            assert idle, "the flush would be refused anyway"
+            flushed = [h.scheduler.flush_cache(empty_cache=False)]
+        finally:
+            gate.open()
     yield from settle_storage(h)
     yield from _within(20, lambda: store.in_use() == len(store))
     flushed.append(h.scheduler.flush_cache(empty_cache=False))

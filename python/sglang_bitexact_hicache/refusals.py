@@ -29,7 +29,6 @@ from sglang_bitexact_hicache.options import (
 )
 from sglang_bitexact_hicache.policy import Kind
 from sglang_bitexact_hicache.sizing import LEAST_ROW_LIMIT
-from sglang_bitexact_hicache.storage_names import LONGEST_NAME, name_excess
 
 STORAGE_BACKENDS = ("file", "nixl")
 """SGLang's storage backends that this project was tested with."""
@@ -151,6 +150,13 @@ def _unknown_kinds(s: Startup) -> bool:
         return not s.options.kinds
     except ValueError:
         return True
+
+
+def _name_excess(model_name: str | None) -> int:
+    # Not with the module: this one is loaded in every process, with the flag off as well.
+    from sglang_bitexact_hicache.storage_names import name_excess
+
+    return name_excess(model_name)
 
 
 def _aligned(refuses: Callable[[Startup], bool]) -> Callable[[Startup], bool]:
@@ -435,9 +441,9 @@ RULES: tuple[Rule, ...] = (
         "served_model_name",
         "--served-model-name",
         "must be shorter (it is the model's path where it is not given): it is part of the name of each "
-        f"stored page, which a file system takes up to {LONGEST_NAME} bytes of",
+        "stored page, which would be too long for a file system",
         lambda s: (
-            s.cfg.hicache_storage_backend is not None and name_excess(s.cfg.served_model_name) > 0
+            s.cfg.hicache_storage_backend is not None and _name_excess(s.cfg.served_model_name) > 0
         ),
     ),
 )
@@ -472,7 +478,7 @@ def storage_problem(
         return f"the storage backend must be one of {', '.join(STORAGE_BACKENDS)}"
     if write_policy not in (None, "write_through"):
         return f"the write policy must stay write_through, got {write_policy!r}"
-    excess = name_excess(model_name)
+    excess = _name_excess(model_name)
     if excess > 0:
         return f"--served-model-name must be shorter by {excess} bytes: it is part of file names"
     return None

@@ -694,14 +694,17 @@ class Gate:
 
 def scribble_over_free_pages(h: Harness, rows: Any) -> int:
     """Other bytes in those of these host pages that nobody holds, as their next owner would put there;
-    how many they are."""
+    how many they are, with those that the tree has taken for other pages meanwhile."""
     anchor = h.cache.cache_controller.mem_pool_host.anchor_entry.host_pool
     free = {*anchor.free_slots.tolist(), *(i for r in anchor.release_slots for i in r.tolist())}
     mine = [row // PAGE for row in rows[::PAGE].tolist() if row in free]
     for pool in h.cache.truth_storage.kv.names:
         for buffer in h.cache.host_pool_group.get_pool(pool).kv_buffer:
             buffer[mine] = 7
-    return len(mine)
+    nodes = h.cache.tree_core._collect_all_nodes()
+    hosts = [node.component_data[0].host_value for node in nodes if node.parent is not None]
+    taken = {row for host in hosts if host is not None for row in host.tolist()}
+    return len(mine) + sum(row in taken for row in rows[::PAGE].tolist())
 
 
 def hanging_read(h: Harness, pool: str, policy: str, abort: bool) -> Steps:

@@ -735,7 +735,12 @@ def hanging_read(h: Harness, pool: str, policy: str, abort: bool) -> Steps:
             else:
                 yield
         handle = request.cache_request_handle
-        rows = h.cache.ongoing_prefetch[handle].operation.host_indices
+        operation = h.cache.ongoing_prefetch[handle].operation
+        rows = operation.host_indices
+        while pool in POOLS and operation.completed_tokens < len(operation.hash_value) * PAGE:
+            # SGLang gives back at once only the pages that it knows to have been read.
+            h.cache.check_hicache_events()
+            time.sleep(0.001)
         if policy == "timeout":
             # On a busy machine a short time would be over before the read begins.
             while handle not in h.cache._storage_prefetch_wait:

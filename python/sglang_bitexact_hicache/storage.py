@@ -151,12 +151,16 @@ class TruthStorage:
             # It gave back itself what it had heard of.
             rest = operation.host_indices[operation.completed_tokens :]
             self.cache.cache_controller.mem_pool_host.free(rest)
-        self.refused.clear()
-        self.stored.clear()
-        self.records.clear()
+        self.forget_contents()
         if self.scratch is not None:
             self.cache.cache_controller.mem_pool_host.free(self.scratch)
             self.scratch = None
+
+    def forget_contents(self) -> None:
+        """What was known of what storage holds is not true any more. Any thread."""
+        self.refused.clear()
+        self.stored.clear()
+        self.records.clear()
 
     def weights_changed(self) -> None:
         """The weights were replaced: nothing in storage is theirs, and nothing may be added to it."""
@@ -376,7 +380,7 @@ class TruthStorage:
         if copy is None or not copy.whole:
             return None
         span = self._span(node, copy)
-        return span if all(page.digest is not None for page in span.pages) else None
+        return span if span.hashed else None
 
     def _span(self, node: Any, copy: Copy) -> HostSpan:
         landed = node.write_through_pending_id is None

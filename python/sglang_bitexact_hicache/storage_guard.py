@@ -221,9 +221,7 @@ class StrictStorage(HiCacheStorage):
     def clear(self) -> Any:
         """Everything was removed: what was known of it goes too."""
         result = self.backend.clear()
-        self._storage.refused.clear()
-        self._storage.stored.clear()
-        self._storage.records.clear()
+        self._storage.forget_contents()
         return result
 
     # ---- what the writer asks

@@ -52,9 +52,14 @@ class HostSpan:
     landed: bool
 
     @property
+    def hashed(self) -> bool:
+        """Whether every page's digest is known."""
+        return all(page.digest is not None for page in self.pages)
+
+    @property
     def known(self) -> bool:
         """Whether every page's digest is, or can be, known."""
-        return self.landed or all(page.digest is not None for page in self.pages)
+        return self.landed or self.hashed
 
 
 def read_digests(spans: Iterable[HostSpan], kv: HostKv) -> list[bytes]:

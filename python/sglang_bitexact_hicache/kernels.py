@@ -21,8 +21,12 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_SEGMENTS = 64
-"""Segments of a block: 8 KiB where a segment is full."""
+BLOCK_SEGMENTS = 32
+"""Segments of a block: 4 KiB where a segment is full."""
+
+GATHER_WARPS = 2
+SCATTER_WARPS = 4
+"""Warps that move a block, as measured on an H200."""
 
 MAX_SEGMENT_WORDS = 32
 """Words of a segment at most: a line of the caches."""
@@ -222,6 +226,7 @@ def gather(
         ALIGNED=aligned,
         WORDS=segment_words,
         BLOCK=BLOCK_SEGMENTS,
+        num_warps=GATHER_WARPS,
     )
 
 
@@ -239,4 +244,5 @@ def scatter(
         ALIGNED=segment_words % ALIGNED_WORDS == 0,
         WORDS=segment_words,
         BLOCK=BLOCK_SEGMENTS,
+        num_warps=SCATTER_WARPS,
     )

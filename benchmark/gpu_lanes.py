@@ -118,11 +118,14 @@ class Bench:
     def forward(self, slots: list[int], after: list) -> object:
         """Capture every boundary of the chunk into the host slots; the event of the host bytes."""
         plan = self.capture.begin(self.sources)
-        for layer in range(len(RATIOS)):
-            self.capture.gather_window(plan, layer, self.chunks[layer])
+        states = {}
         for pool in POOLS[1:]:
             for ring in self.view.rings[pool]:
+                states.setdefault(ring.section.layer, []).append(ring)
+        for layer in range(len(RATIOS)):
+            for ring in states.get(layer, ()):
                 self.capture.gather_state(plan, ring, self.chunks[ring.section.index])
+            self.capture.gather_window(plan, layer, self.chunks[layer])
         return self.capture.finish(plan, slots, after)
 
     def scramble(self) -> None:
@@ -207,8 +210,7 @@ def control_is_noticed(bench: Bench) -> bool:
         finish(plan, slots, after)
         return unordered
 
-    for pool in POOLS:
-        bench.pools.buffers[pool].zero_()
+    bench.pools.memory.zero_()
     bench.capture.finish = forgetful
     try:
         return run_rounds(bench, 1, 4) > 0
@@ -229,8 +231,7 @@ def storage_threads(bench: Bench, rounds: int, *, wait: bool) -> int:
     slots = list(range(bench.boundaries))
     with ThreadPoolExecutor(max_workers=1) as thread:
         for number in range(rounds):
-            for pool in POOLS:
-                bench.pools.buffers[pool].fill_(number % 251)
+            bench.pools.memory.fill_(number % 251)
             torch.cuda.synchronize()
             torch.cuda._sleep(BUSY_CYCLES)
             written = bench.forward(slots, [])
@@ -238,8 +239,8 @@ def storage_threads(bench: Bench, rounds: int, *, wait: bool) -> int:
             seen = thread.submit(_records, bench, slots, [written] if wait else []).result()
             torch.cuda.synchronize()
             wrong += sum(
-                not torch.equal(record, bench.pools.device_part(pool, slot))
-                for (pool, slot), record in seen.items()
+                not torch.equal(record, bench.pools.device_part(slot))
+                for slot, record in seen.items()
             )
             half = slots[: min(8, len(slots))]
             batch = [
@@ -255,7 +256,7 @@ def storage_threads(bench: Bench, rounds: int, *, wait: bool) -> int:
             busy.synchronize()
             torch.cuda.synchronize()
             wrong += sum(
-                not _holds(bench, ring, 2 + i, PAGE * (i + 1), seen[pool, slot])
+                not _holds(bench, ring, 2 + i, PAGE * (i + 1), seen[slot])
                 for i, slot in enumerate(half)
                 for pool in POOLS
                 for ring in bench.view.rings[pool]
@@ -263,20 +264,19 @@ def storage_threads(bench: Bench, rounds: int, *, wait: bool) -> int:
     return wrong
 
 
-def _records(bench: Bench, slots: list[int], events: list) -> dict[tuple[str, int], torch.Tensor]:
+def _records(bench: Bench, slots: list[int], events: list) -> dict[int, torch.Tensor]:
     """What the thread of a storage write sees of the slots' records."""
     for event in events:
         event.synchronize()
-    return {(p, slot): bench.pools.device_part(p, slot).clone() for p in POOLS for slot in slots}
+    return {slot: bench.pools.device_part(slot).clone() for slot in slots}
 
 
 def _land(bench: Bench, slots: list[int], events: list) -> None:
     """Other bytes into the slots, as the thread of a prefetch puts there."""
     for event in events:
         event.synchronize()
-    for pool in POOLS:
-        for slot in slots:
-            bench.pools.record(pool, slot).fill_(0xEE)
+    for slot in slots:
+        bench.pools.device_part(slot).fill_(0xEE)
 
 
 def _held_back(lane: StreamLane) -> torch.cuda.Event:
@@ -291,8 +291,7 @@ def _held_back(lane: StreamLane) -> torch.cuda.Event:
 def _holds(bench: Bench, ring: Ring, row: int, boundary: int, record: torch.Tensor) -> bool:
     """Whether a request's ring rows are the section of a record."""
     section = ring.section
-    skip = bench.view.layout.host_header_bytes if section.pool == WINDOW_POOL else 0
-    start = section.offset - skip
+    start = bench.view.layout.device_offset(section)
     first = boundary - section.rows
     at = [row * ring.size + (first + n) % ring.size for n in range(section.rows)]
     rows = ring.buffer[at].contiguous().view(torch.uint8).flatten().cpu()

@@ -1,10 +1,11 @@
 """Capture: the true window and state of every wanted boundary of a forward, into host slots.
 
 Life of a capture, all on the scheduler thread: `begin` before the forward takes device staging and
-builds the index tensors; the forward's hooks (forward_hooks.py) call `gather_window` and
-`gather_state` once a layer, before the layer touches its ring; `finish` right after the forward was
-launched queues one copy a pool and boundary to the host slot, on the capture lane, and returns the
-event that every reader of those host bytes waits on.
+puts the index on the device; the forward's hooks (forward_hooks.py) hand in each layer's rows before
+the layer touches its rings, `gather_state` once a compressor and then `gather_window`, which queues
+one gather for the layer; `finish` right after the forward was launched queues one copy a boundary to
+its host slot, on the capture lane, and returns the event that every reader of those host bytes waits
+on.
 
 A decode step is captured after its forward, when the rings hold the boundary's positions:
 `gather_after` takes the place of `begin` and the hooks.
@@ -13,57 +14,63 @@ A decode step is captured after its forward, when the rings hold the boundary's 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from sglang_bitexact_hicache import checksum
-from sglang_bitexact_hicache.constants import STATE_ROWS, WINDOW
+from sglang_bitexact_hicache.constants import STATE_ROWS
 from sglang_bitexact_hicache.device_view import DeviceView, Ring
-from sglang_bitexact_hicache.gather import Source, SpanGather
-from sglang_bitexact_hicache.layout import POOLS
+from sglang_bitexact_hicache.gather import Source
 from sglang_bitexact_hicache.pipeline import RecordPipeline
-from sglang_bitexact_hicache.ring_gather import open_ring_gather
+from sglang_bitexact_hicache.row_mover import Part
 from sglang_bitexact_hicache.transfer import Event
 
 
 @dataclass
 class CapturePlan:
-    """The boundaries that one forward captures, and how far that has come."""
+    """The boundaries that one forward captures, and how far that has come.
+
+    Attributes:
+        index: where the rows are, for the mover.
+        states_at_once: some state begins before its chunk, so it is gathered before the compressor
+            overwrites its ring, not with the layer's window.
+        gathered: indices of the sections gathered so far; `finish` refuses a record with a hole.
+        held: states of the running layer, gathered with its window: one launch instead of three.
+    """
 
     sources: list[Source]
     staging: list[int]
-    gathered: set[int]
-    """Indices of the sections gathered so far; `finish` refuses a record with a hole."""
-    window: SpanGather | None = None
-    state: SpanGather | None = None
-    """How the hooks find a layer's rows; None where the forward is over."""
+    index: Any
+    states_at_once: bool
+    gathered: set[int] = field(default_factory=set)
+    held: list[Part] = field(default_factory=list)
 
 
 class CapturePipeline(RecordPipeline):
     """Device side of capture; see the module's docstring."""
 
     def __init__(self, view: DeviceView, *args: Any, **kwargs: Any) -> None:
-        super().__init__(view, *args, **kwargs)
         for rings in view.rings.values():
             checksum.prepare(rings[0].section.nbytes, view.device)
-        self._ring_gather = open_ring_gather(view, self.staging, pin=self._pin)
+        super().__init__(view, *args, **kwargs)
 
     def begin(self, sources: Sequence[Source]) -> CapturePlan:
         """Take staging for the boundaries of a forward (at most `staging.slots`), before it runs.
 
         The current (forward) stream waits for older captures that still leave that staging.
         """
-        plan = self._take_staging(sources)
-        plan.window, plan.state = (
-            SpanGather(sources, rows, ring, plan.staging, self._view.device, pin=self._pin)
-            for rows, ring in (
-                (WINDOW, self._view.ring_size),
-                (STATE_ROWS, self._view.state_ring_size),
-            )
+        staging, busy = self.staging.take(len(sources))
+        for event in busy:
+            self._counters.staging_waits += not event.done()
+            event.wait()
+        return CapturePlan(
+            list(sources),
+            staging,
+            self._mover.capture_index(sources, staging),
+            any(s.reads_ring_for(STATE_ROWS) for s in sources),
         )
-        return plan
 
     def gather_after(self, sources: Sequence[Source]) -> CapturePlan:
         """Take staging and queue every section's rows as the rings hold them now, after the forward.
@@ -71,36 +78,28 @@ class CapturePipeline(RecordPipeline):
         Streams as `begin`. Whoever overwrites those ring rows from another stream waits on an event
         recorded after this.
         """
-        plan = self._take_staging(sources)
-        self._ring_gather.run(sources, plan.staging)
+        plan = self.begin(sources)
+        self._mover.gather_rings(plan.index)
         plan.gathered.update(range(self._view.layout.num_sections))
         return plan
 
-    def _take_staging(self, sources: Sequence[Source]) -> CapturePlan:
-        staging, busy = self.staging.take(len(sources))
-        for event in busy:
-            self._counters.staging_waits += not event.done()
-            event.wait()
-        return CapturePlan(list(sources), staging, gathered=set())
-
     def gather_window(self, plan: CapturePlan, layer: int, chunk: torch.Tensor) -> None:
-        """Queue one layer's window rows; `chunk` is the layer's K, bf16 ``[tokens, head_dim]``."""
-        self._gather(plan, plan.window, self._view.window_ring(layer), chunk)
+        """Queue one layer's rows; `chunk` is the layer's K, bf16 ``[tokens, head_dim]``."""
+        self._gather(plan, [Part(self._view.window_ring(layer), chunk), *plan.held])
+        plan.held.clear()
 
     def gather_state(self, plan: CapturePlan, ring: Ring, chunk: torch.Tensor) -> None:
-        """Queue one layer's C4 or indexer state rows; `chunk` is fp32 ``[tokens, 4 * head_dim]``."""
-        self._gather(plan, plan.state, ring, chunk)
+        """One layer's C4 or indexer state rows, before the same layer's `gather_window`; `chunk` is
+        fp32 ``[tokens, 4 * head_dim]`` and is not written before that."""
+        part = Part(ring, chunk)
+        if plan.states_at_once:
+            self._gather(plan, [part])
+        else:
+            plan.held.append(part)
 
-    def _gather(self, plan: CapturePlan, span: SpanGather, ring: Ring, chunk: torch.Tensor) -> None:
-        section = ring.section
-        first = self._view.rings[section.pool][0].section.index
-        span.run(
-            chunk,
-            ring.buffer,
-            self.staging.rows(section.pool, section.index - first),
-            self.staging.checksums[:, section.index],
-        )
-        plan.gathered.add(section.index)
+    def _gather(self, plan: CapturePlan, parts: Sequence[Part]) -> None:
+        self._mover.gather_layer(plan.index, parts)
+        plan.gathered.update(part.ring.section.index for part in parts)
 
     def finish(self, plan: CapturePlan, host_slots: Sequence[int], after: Sequence[Event]) -> Event:
         """Queue the copies to the host slots (one for each source, in order).
@@ -113,9 +112,8 @@ class CapturePipeline(RecordPipeline):
             self.abandon(plan)
             raise RuntimeError(f"the forward skipped {missing} of the layers to capture")
         copies = [
-            (self._pools.device_part(pool, host), self.staging.buffers[pool][slot])
+            (self._pools.device_part(host), self.staging.memory[slot])
             for slot, host in zip(plan.staging, host_slots, strict=True)
-            for pool in POOLS
         ]
         event = self._lane.submit(copies, [self._lane.mark(), *after])
         self._counters.bytes_captured += sum(source.nbytes for _, source in copies)

@@ -1,8 +1,8 @@
 """Gather and scatter of window and state rows: plain torch, any device, current stream.
 
 The index arithmetic of geometry.py, vectorised over the boundaries of a forward. Index tensors are
-built once a forward on the host and used by every layer; per layer there is one gather and one
-checksum for all boundaries together, nothing per token.
+built once a forward on the host and used by every layer; per section there is one gather and one
+checksum for all boundaries together, nothing per token. The reference for the kernels (kernels.py).
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from sglang_bitexact_hicache.checksum import section_checksums
-from sglang_bitexact_hicache.geometry import ring_row, span, window_span
+from sglang_bitexact_hicache.constants import WINDOW
+from sglang_bitexact_hicache.geometry import ring_row, span
 
 
 @dataclass(frozen=True)
@@ -32,15 +34,20 @@ class Source:
     chunk_row: int
     boundary: int
 
+    def reads_ring_for(self, rows: int) -> bool:
+        """Whether some of the last `rows` positions before the boundary come from the ring."""
+        return self.chunk_start > span(self.boundary, rows)[0]
+
     @property
     def reads_ring(self) -> bool:
         """Whether part of the window, or all of it, comes from the ring."""
-        return self.chunk_start > window_span(self.boundary)[0]
+        return self.reads_ring_for(WINDOW)
 
 
-def to_device(index: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:
-    """Copy a host index tensor to the device without blocking the host."""
-    return index.pin_memory().to(device, non_blocking=True) if pin else index.to(device)
+def to_device(index: np.ndarray, device: torch.device, pin: bool) -> torch.Tensor:
+    """Copy indices, int64, to the device without blocking the host."""
+    host = torch.from_numpy(index)
+    return host.pin_memory().to(device, non_blocking=True) if pin else host.to(device)
 
 
 class SpanGather:
@@ -62,28 +69,26 @@ class SpanGather:
         pin: bool,
     ) -> None:
         start, first, flat, slot = (
-            torch.tensor(column, dtype=torch.int64).unsqueeze(1)
+            np.array(column)[:, None]
             for column in zip(
                 *((span(s.boundary, rows)[0], s.chunk_start, s.chunk_row, s.slot) for s in sources),
                 strict=True,
             )
         )
-        position = start + torch.arange(rows)
-        chunk = flat + position - first
+        position = start + np.arange(rows)
         in_ring = position < first
         self._count = len(sources)
         self._rows = rows
-        self._staging = to_device(torch.tensor(list(staging), dtype=torch.int64), device, pin)
+        self._staging = to_device(np.array(staging), device, pin)
         self._chunk = self._ring_rows = self._ring_into = None
-        ring_rows = ring_row(slot, ring, position).flatten()
-        if bool(in_ring.all()):
-            self._ring_rows = to_device(ring_rows, device, pin)
+        ring_rows = ring_row(slot, ring, position)
+        if in_ring.all():
+            self._ring_rows = to_device(ring_rows.ravel(), device, pin)
             return
-        self._chunk = to_device(chunk.clamp(min=0).flatten(), device, pin)
-        if bool(in_ring.any()):
-            which = in_ring.flatten().nonzero().flatten()
-            self._ring_into = to_device(which, device, pin)
-            self._ring_rows = to_device(ring_rows[which], device, pin)
+        self._chunk = to_device((flat + position - first).clip(min=0).ravel(), device, pin)
+        if in_ring.any():
+            self._ring_into = to_device(np.flatnonzero(in_ring), device, pin)
+            self._ring_rows = to_device(ring_rows[in_ring], device, pin)
 
     def run(
         self,
@@ -127,11 +132,10 @@ class SpanScatter:
         *,
         pin: bool,
     ) -> None:
-        slot = torch.tensor(list(slots), dtype=torch.int64).unsqueeze(1)
-        start = torch.tensor([span(b, rows)[0] for b in boundaries]).unsqueeze(1)
-        index = ring_row(slot, ring, start + torch.arange(rows))
-        self._into = to_device(index.flatten(), device, pin)
-        self._staging = to_device(torch.tensor(list(staging), dtype=torch.int64), device, pin)
+        slot = np.array(slots)[:, None]
+        start = np.array([span(b, rows)[0] for b in boundaries])[:, None]
+        self._into = to_device(ring_row(slot, ring, start + np.arange(rows)).ravel(), device, pin)
+        self._staging = to_device(np.array(staging), device, pin)
 
     def run(self, staged: torch.Tensor, ring: torch.Tensor) -> None:
         """Queue one section's scatter: `staged` is ``[staging slots, rows, row]``, `ring` is

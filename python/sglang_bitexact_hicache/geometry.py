@@ -43,6 +43,6 @@ def state_span(boundary: int) -> tuple[int, int]:
 def ring_row(slot: Any, ring: int, position: Any) -> Any:
     """Row of a position in a per-request ring buffer of `ring` rows per slot.
 
-    Integers, or integer tensors that broadcast against each other.
+    Integers, or integer arrays that broadcast against each other.
     """
     return slot * ring + position % ring

@@ -3,12 +3,14 @@
 Capture, restore, storage, sizing, checksums and the layout digest all read offsets from here, so the
 writer and the reader cannot disagree. Pure Python: no SGLang, no torch. Any thread.
 
-A boundary is three records that share one host slot, each contiguous, layer-major, rows in POSITION
-order:
+A boundary is three records that share one slot, one behind the other, each contiguous, layer-major,
+rows in POSITION order:
 
 * ``swa_window``: a header, then for every layer 128 ring rows;
 * ``c4_state``: for every ratio-4 layer 4 rows of compressor overlap state;
 * ``c4_indexer_state``: for every ratio-4 layer 4 rows of indexer overlap state.
+
+So a storage page is one pointer into a slot, and a slot moves between host and device with one copy.
 
 The header of the window record starts with ``RecordLayout.host_header_bytes`` that only the host
 writes (the storage part, record.py: what the record is, a hash of each section, marks of the KV
@@ -143,6 +145,19 @@ class RecordLayout:
     def slot_bytes(self) -> int:
         """Host bytes of one boundary over all three pools."""
         return sum(self.record_bytes(pool) for pool in POOLS)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of a slot that move between host and device: all but the header that the host owns."""
+        return self.slot_bytes - self.host_header_bytes
+
+    def record_offset(self, pool: str) -> int:
+        """Where a pool's record starts in a slot, in bytes."""
+        return sum(self.record_bytes(before) for before in POOLS[: POOLS.index(pool)])
+
+    def device_offset(self, section: Section) -> int:
+        """Where a section starts in the part of a slot that moves, in bytes."""
+        return self.record_offset(section.pool) + section.offset - self.host_header_bytes
 
     def sections(self, pool: str) -> tuple[Section, ...]:
         """The sections of a pool's record, in layer order."""

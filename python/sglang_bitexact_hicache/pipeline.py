@@ -5,6 +5,7 @@ from __future__ import annotations
 from sglang_bitexact_hicache.device_view import DeviceView
 from sglang_bitexact_hicache.host_pool import TruthHostPools
 from sglang_bitexact_hicache.metrics import Counters
+from sglang_bitexact_hicache.row_mover import open_mover
 from sglang_bitexact_hicache.staging import DeviceStaging
 from sglang_bitexact_hicache.transfer import CopyLane
 
@@ -32,5 +33,5 @@ class RecordPipeline:
         self._pools = pools
         self._lane = lane
         self._counters = counters
-        self._pin = pin
         self.staging = DeviceStaging(view.layout, staging_slots, view.device)
+        self._mover = open_mover(view, self.staging, pin=pin)

@@ -1,10 +1,11 @@
 """Restore: a record's rows back into the rings of the request that was just given a row.
 
-`stage` (when the request is admitted and its row known) starts the copies from host memory into
+`stage` (when the request is admitted and its row known) starts the copy from host memory into
 device staging on the restore lane; `apply` (on the forward stream, immediately before the forward
-that consumes the rows) waits for them and scatters all layers. On the forward stream neither the
-clear of a fresh row nor a late write of the row's previous owner can come after it. A batch with
-more restores than staging is applied in waves.
+that consumes the rows) waits for it and scatters all layers of the batch in one launch. On the
+forward stream neither the clear of a fresh row nor a late write of the row's previous owner can come
+after it. A batch with more restores than staging is applied in waves of half the staging, so that
+copies fill one half while the other is scattered.
 """
 
 from __future__ import annotations
@@ -13,9 +14,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sglang_bitexact_hicache.constants import STATE_ROWS, WINDOW
-from sglang_bitexact_hicache.gather import SpanScatter
-from sglang_bitexact_hicache.layout import POOLS, WINDOW_POOL
 from sglang_bitexact_hicache.pipeline import RecordPipeline
 from sglang_bitexact_hicache.transfer import Event
 
@@ -46,17 +44,14 @@ class RestorePipeline(RecordPipeline):
     """Device side of restore; see the module's docstring."""
 
     def stage(self, restore: Restore) -> bool:
-        """Start a restore's copies if staging has room; otherwise `apply` will, in a later wave."""
+        """Start a restore's copy if staging has room; otherwise `apply` will, in a later wave."""
         if not self.staging.free:
             return False
         (slot,), busy = self.staging.take(1)
         after = busy if restore.written is None else [*busy, restore.written]
-        copies = [
-            (self.staging.buffers[pool][slot], self._pools.device_part(pool, restore.host_slot))
-            for pool in POOLS
-        ]
-        restore.copied = self._lane.submit(copies, after)
-        self._counters.bytes_restored += sum(source.nbytes for _, source in copies)
+        source = self._pools.device_part(restore.host_slot)
+        restore.copied = self._lane.submit([(self.staging.memory[slot], source)], after)
+        self._counters.bytes_restored += source.nbytes
         restore.staging = slot
         return True
 
@@ -69,30 +64,19 @@ class RestorePipeline(RecordPipeline):
         """Scatter the restores into the rings, on the current (forward) stream."""
         pending = list(restores)
         while pending:
-            wave = [r for r in pending if r.staging is not None or self.stage(r)]
-            pending = [r for r in pending if r.staging is None]
+            staged = [r for r in pending if r.staging is not None or self.stage(r)]
+            wave = staged
+            if len(staged) < len(pending):
+                wave = staged[: max(1, self.staging.slots // 2)]
+                self._counters.restore_waves += 1
             self._scatter(wave)
-            self._counters.restore_waves += bool(pending)
+            applied = {id(r) for r in wave}
+            pending = [r for r in pending if id(r) not in applied]
 
     def _scatter(self, wave: Sequence[Restore]) -> None:
         for restore in wave:
             restore.copied.wait()
         staging = [r.staging for r in wave]
-        for rows, size, pools in (
-            (WINDOW, self._view.ring_size, (WINDOW_POOL,)),
-            (STATE_ROWS, self._view.state_ring_size, POOLS[1:]),
-        ):
-            scatter = SpanScatter(
-                [r.row for r in wave],
-                [r.boundary for r in wave],
-                rows,
-                size,
-                staging,
-                self._view.device,
-                pin=self._pin,
-            )
-            for pool in pools:
-                for i, ring in enumerate(self._view.rings[pool]):
-                    scatter.run(self.staging.rows(pool, i), ring.buffer)
+        self._mover.scatter([r.row for r in wave], [r.boundary for r in wave], staging)
         self.staging.give_back(staging, self._lane.mark())
         self._counters.restored += len(wave)

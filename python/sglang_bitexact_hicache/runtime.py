@@ -19,11 +19,13 @@ import time
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from sglang_bitexact_hicache import pinned
 from sglang_bitexact_hicache.abort import discard_output
 from sglang_bitexact_hicache.capture import CapturePipeline, CapturePlan
 from sglang_bitexact_hicache.checks import DebugChecks
@@ -134,10 +136,12 @@ class TruthRuntime:
         pin = is_pin_memory_available(view.device)
         slots = options.sizing.slots
         cache.attach_truth(TruthStore(slots))
+        allocate = partial(pinned.allocate, device=view.device) if pin else None
+        pools = TruthHostPools(view.layout, slots, allocate=allocate, release=pinned.release)
         runtime = cls(
             cache,
             view,
-            TruthHostPools(view.layout, slots, pin=pin),
+            pools,
             stride=options.stride,
             kinds=options.kinds,
             row_limit=options.sizing.row_limit,
@@ -305,10 +309,11 @@ class TruthRuntime:
         in waves, of which the later ones wait, on the forward stream, for the copies of the earlier.
         """
         # NumPy over the same memory: a third of what torch takes for so few integers.
-        (full,) = (batch.seq_lens_cpu.numpy() % PAGE_SIZE == 0).nonzero()
+        lengths = batch.seq_lens_cpu.numpy()
+        (full,) = (lengths % PAGE_SIZE == 0).nonzero()
         captures = []
         for i in full.tolist():
-            req, end = batch.reqs[i], int(batch.seq_lens_cpu[i])
+            req, end = batch.reqs[i], int(lengths[i])
             wanted = self.planner.decode(req, end)
             if wanted is not None:
                 captures.append(_Capture(Source(req.kv.req_pool_idx, end, 0, end), wanted))

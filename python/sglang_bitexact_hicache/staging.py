@@ -1,10 +1,9 @@
 """Device staging: a small, fixed number of records on the device that copies start from or land in.
 
-`buffers[pool]` is uint8 ``[slots, device part of a record]``: the record without the header bytes
-that only the host writes (layout.py), so that one contiguous copy a pool moves a boundary between
-staging and a host slot. Slots are handed out in the order in which they came back; each remembers
-the event of the last copy that used it, and its next user waits on that event, on its own stream.
-Scheduler thread only.
+`memory` is uint8 ``[slots, device_bytes]``: a slot without the header bytes that only the host writes
+(layout.py), so that one contiguous copy moves a boundary between staging and a host slot. Slots are
+handed out in the order in which they came back; each remembers the event of the last copy that used
+it, and its next user waits on that event, on its own stream. Scheduler thread only.
 """
 
 from __future__ import annotations
@@ -14,7 +13,12 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_bitexact_hicache.layout import CHECKSUM_BYTES, POOLS, WINDOW_POOL, RecordLayout
+from sglang_bitexact_hicache.layout import (
+    CHECKSUM_BYTES,
+    WINDOW_POOL,
+    RecordLayout,
+    Section,
+)
 from sglang_bitexact_hicache.transfer import Event
 
 
@@ -25,34 +29,16 @@ class DeviceStaging:
         if slots < 1:
             raise ValueError(f"device staging needs at least one record, got {slots}")
         self.slots = slots
-        self.buffers: dict[str, torch.Tensor] = {}
-        self._rows: dict[str, list[torch.Tensor]] = {}
-        self._words: dict[str, torch.Tensor] = {}
-        for pool in POOLS:
-            skip = layout.host_header_bytes if pool == WINDOW_POOL else 0
-            nbytes = layout.record_bytes(pool) - skip
-            try:
-                buffer = torch.zeros((slots, nbytes), dtype=torch.uint8, device=device)
-            except torch.OutOfMemoryError as error:
-                raise ValueError(
-                    f"no device memory for {slots} staging records of {layout.slot_bytes} bytes: "
-                    "lower --mem-fraction-static or --chunked-prefill-size"
-                ) from error
-            self.buffers[pool] = buffer
-            name = layout.window_dtype if pool == WINDOW_POOL else layout.state_dtype
-            dtype = getattr(torch, name)
-            sections = layout.sections(pool)
-            start, end = sections[0].offset, sections[-1].offset + sections[-1].nbytes
-            self._words[pool] = buffer[:, start - skip : end - skip].view(torch.int32)
-            self._rows[pool] = [
-                buffer[:, s.offset - skip : s.offset - skip + s.nbytes]
-                .view(dtype)
-                .unflatten(1, (s.rows, -1))
-                for s in sections
-            ]
-        self.checksums = self.buffers[WINDOW_POOL][:, : CHECKSUM_BYTES * layout.num_sections].view(
-            torch.int64
-        )
+        self._layout = layout
+        try:
+            shape = (slots, layout.device_bytes)
+            self.memory = torch.zeros(shape, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"no device memory for {slots} staging records of {layout.device_bytes} bytes: "
+                "lower --mem-fraction-static or --chunked-prefill-size"
+            ) from error
+        self.checksums = self.memory[:, : CHECKSUM_BYTES * layout.num_sections].view(torch.int64)
         """int64 ``[slots, sections]``: where the capture leaves each section's checksum."""
         self._free: deque[tuple[int, Event | None]] = deque((slot, None) for slot in range(slots))
 
@@ -64,16 +50,14 @@ class DeviceStaging:
     @property
     def nbytes(self) -> int:
         """Device bytes of all records."""
-        return sum(buffer.nbytes for buffer in self.buffers.values())
+        return self.memory.nbytes
 
-    def rows(self, pool: str, section: int) -> torch.Tensor:
-        """One section's rows of every staging slot: ``[slots, rows, row]`` of the rings' dtype, a
-        view. `section` counts within the pool."""
-        return self._rows[pool][section]
-
-    def words(self, pool: str) -> torch.Tensor:
-        """All sections' rows of a pool as int32 ``[staging slots, words]``, a view."""
-        return self._words[pool]
+    def rows(self, section: Section) -> torch.Tensor:
+        """A section's rows of every staging slot: ``[slots, rows, row]`` of the rings' dtype, a view."""
+        layout = self._layout
+        name = layout.window_dtype if section.pool == WINDOW_POOL else layout.state_dtype
+        records = self.memory.narrow(1, layout.device_offset(section), section.nbytes)
+        return records.view(getattr(torch, name)).unflatten(1, (section.rows, -1))
 
     def take(self, count: int) -> tuple[list[int], list[Event]]:
         """`count` staging slots, longest unused first, and the events of copies that still use them.

@@ -116,15 +116,15 @@ class TruthPagePool(LogicalHostPool):
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
         """(addresses, bytes) of the slots' records, one each."""
-        base = self._pools.buffers[self.pool].data_ptr()
-        addresses = [base + slot * self.size_per_token for slot in indices.tolist()]
+        records = self._pools.buffers[self.pool]
+        addresses = [records.data_ptr() + slot * records.stride(0) for slot in indices.tolist()]
         return addresses, [self.size_per_token] * len(addresses)
 
     def get_hybrid_pool_buffer(self) -> list[torch.Tensor]:
-        """The memory that a backend may register."""
-        return [self._pools.buffers[self.pool]]
+        """The memory that a backend may register: of all three pools, whose records alternate."""
+        return [self._pools.memory]
 
     def is_stride_page_aligned(self, page_size_bytes: int = 4096) -> bool:
         """Whether every record begins at a multiple of this many bytes (for O_DIRECT)."""
-        base = self._pools.buffers[self.pool].data_ptr()
-        return base % page_size_bytes == 0 and self.size_per_token % page_size_bytes == 0
+        records = self._pools.buffers[self.pool]
+        return not (records.data_ptr() % page_size_bytes or records.stride(0) % page_size_bytes)

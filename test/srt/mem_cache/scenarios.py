@@ -518,7 +518,7 @@ def capture_of(h: Harness, ids: Sequence[int], beside: Sequence[int] | None) -> 
         while not other.output_ids:
             yield
     modes: list[str] = []
-    records: dict[int, dict[str, bytes]] = {}
+    records: dict[int, bytes] = {}
     runtime = h.runtime
     finish = runtime._finish_capture
 
@@ -527,10 +527,7 @@ def capture_of(h: Harness, ids: Sequence[int], beside: Sequence[int] | None) -> 
         runtime.drain()
         for source, w in wanted:
             if source.slot == req.kv.req_pool_idx:
-                records[source.boundary] = {
-                    pool: bytes(runtime.pools.device_part(pool, w.slot).numpy())
-                    for pool in runtime.pools.buffers
-                }
+                records[source.boundary] = bytes(runtime.pools.device_part(w.slot).numpy())
 
     forward = runtime.forward
 

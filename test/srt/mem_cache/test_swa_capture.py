@@ -19,7 +19,7 @@ from sglang_bitexact_hicache.checksum import section_checksums
 from sglang_bitexact_hicache.device_view import DeviceView
 from sglang_bitexact_hicache.gather import Source, SpanGather, SpanScatter
 from sglang_bitexact_hicache.host_pool import TruthHostPools
-from sglang_bitexact_hicache.layout import C4_POOL, POOLS, WINDOW_POOL
+from sglang_bitexact_hicache.layout import C4_POOL, INDEXER_POOL, POOLS, WINDOW_POOL
 from sglang_bitexact_hicache.metrics import Counters
 from sglang_bitexact_hicache.restore import Restore, RestorePipeline
 from sglang_bitexact_hicache.staging import DeviceStaging
@@ -73,14 +73,18 @@ class Bench:
 
     def run_capture(self, sources, host_slots, chunks, after=()):
         plan = self.capture.begin(sources)
-        for pool in POOLS:
-            for ring in self.view.rings[pool]:
-                chunk = chunks[ring.section.index]
-                if pool == WINDOW_POOL:
-                    self.capture.gather_window(plan, ring.section.layer, chunk)
-                else:
-                    self.capture.gather_state(plan, ring, chunk)
+        self.pass_layers(plan, chunks)
         return self.capture.finish(plan, host_slots, after)
+
+    def pass_layers(self, plan, chunks):
+        """What a forward's hooks do: layer by layer, its compressors and then its window."""
+        for layer in self.view.layout.layers:
+            for pool in (INDEXER_POOL, C4_POOL):
+                for ring in self.view.rings[pool]:
+                    if ring.section.layer == layer:
+                        self.capture.gather_state(plan, ring, chunks[ring.section.index])
+            window = self.view.window_ring(layer)
+            self.capture.gather_window(plan, layer, chunks[window.section.index])
 
     def expected(self, source, ring, chunk):
         """The bytes of one section, position by position."""

@@ -108,9 +108,8 @@ class StorageDriver(TreeDriver):
     def _record(self, req: Any, boundary: int, slot: int) -> None:
         number = len(self.world.true_of)
         filler = np.random.default_rng(number)
-        for pool in self.pools.buffers:
-            part = self.pools.device_part(pool, slot)
-            part.copy_(torch.from_numpy(filler.integers(0, 256, len(part), dtype=np.uint8)))
+        part = self.pools.device_part(slot)
+        part.copy_(torch.from_numpy(filler.integers(0, 256, len(part), dtype=np.uint8)))
         self._number(slot)[:] = torch.tensor([number])
         super()._record(req, boundary, slot)
         self.world.true_of.append(self.true_of[slot])

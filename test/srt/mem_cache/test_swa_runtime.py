@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from unittest import mock
 
 import bitexact_fixtures as fixtures
 import pytest
 import torch
 
+from sglang_bitexact_hicache import pinned
 from sglang_bitexact_hicache.host_pool import TruthHostPools
-from sglang_bitexact_hicache.layout import POOLS, RecordLayout
+from sglang_bitexact_hicache.layout import POOLS, WINDOW_POOL, RecordLayout
 from sglang_bitexact_hicache.options import Options
 from sglang_bitexact_hicache.runtime import TruthRuntime, largest_extend
 from sglang_bitexact_hicache.sizing import Sizing
@@ -70,6 +72,67 @@ def test_host_memory_that_cannot_be_had_names_the_flag():
         pytest.raises(ValueError, match="--hicache-swa-offload-page-stride"),
     ):
         TruthHostPools(LAYOUT, 3, pin=False)
+
+
+class Registrar:
+    """Stands for torch.cuda.cudart(): keeps what is registered, and may refuse."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.refuses = refuses
+        self.held: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, _flags: int) -> int:
+        if self.refuses:
+            return 2
+        self.held[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.held[address]
+        return 0
+
+    def cudaGetErrorString(self, _rc: int) -> str:
+        return "out of memory"
+
+
+def pinned_pools() -> TruthHostPools:
+    allocate = partial(pinned.allocate, device=torch.device("cuda"))
+    return TruthHostPools(LAYOUT, 3, allocate=allocate, release=pinned.release)
+
+
+def test_pinned_memory_is_as_large_as_what_was_asked_for_and_is_let_go():
+    registrar = Registrar(refuses=False)
+    with mock.patch.object(torch.cuda, "cudart", return_value=registrar):
+        pools = pinned_pools()
+        # torch's own pinned allocator would have taken the next power of two.
+        assert list(registrar.held.values()) == [3 * LAYOUT.slot_bytes] == [pools.nbytes]
+        pools.close()
+        assert registrar.held == {}
+        pools.close()
+
+
+def test_memory_that_cannot_be_registered_fails_at_startup_and_names_the_flag():
+    with (
+        mock.patch.object(torch.cuda, "cudart", return_value=Registrar(refuses=True)),
+        pytest.raises(ValueError, match=r"out of memory.*--hicache-swa-offload-page-stride"),
+    ):
+        pinned_pools()
+
+
+def test_a_slot_moves_in_one_piece_that_holds_every_section():
+    pools = TruthHostPools(LAYOUT, 3)
+    pools.memory.zero_()
+    pools.device_part(1).fill_(7)
+    for pool in POOLS:
+        record = pools.record(pool, 1)
+        for section in LAYOUT.sections(pool):
+            assert (record[section.offset : section.offset + section.nbytes] == 7).all()
+            start = LAYOUT.device_offset(section)
+            part = pools.device_part(1)[start : start + section.nbytes]
+            assert part.data_ptr() == record.data_ptr() + section.offset
+    # What the host alone writes does not move, nor do its neighbours.
+    assert not pools.record(WINDOW_POOL, 1)[: LAYOUT.host_header_bytes].any()
+    assert not pools.memory[[0, 2]].any()
 
 
 def test_device_memory_that_cannot_be_had_names_the_flag():

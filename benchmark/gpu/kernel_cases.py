@@ -1,0 +1,308 @@
+"""The Triton kernels against their plain torch reference, byte for byte, on any device, without SGLang.
+
+    PYTHONPATH=python python benchmark/gpu/kernel_cases.py [--device cuda]
+
+On a CPU it needs TRITON_INTERPRET=1 in the environment. Each case fills staging (or the rings) with
+noise, runs `RowMover` and `KernelMover` on the same inputs and compares all of the memory that either
+could have written, bytes and checksums. A line a case: ``name equal`` or ``name differ N`` with the
+number of bytes; then the controls, in which one bit of an input is changed in between or rows are
+moved: ``control name noticed`` or ``missed``. Exit status 0 if every line is as it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+
+from sglang_bitexact_hicache import kernels
+from sglang_bitexact_hicache.checksum import section_checksums, section_weights
+from sglang_bitexact_hicache.device_view import DeviceView
+from sglang_bitexact_hicache.gather import Source
+from sglang_bitexact_hicache.kernel_mover import KernelMover
+from sglang_bitexact_hicache.layout import C4_POOL, POOLS, WINDOW_POOL
+from sglang_bitexact_hicache.row_mover import Part, RowMover
+from sglang_bitexact_hicache.staging import DeviceStaging
+
+RATIOS = (0, 4, 128, 4)
+REQUESTS = 6
+SLOTS = 5
+"""Staging slots: more than the boundaries of any case."""
+
+CHUNK = [
+    Source(slot=1, chunk_start=0, chunk_row=3, boundary=256),
+    Source(slot=1, chunk_start=0, chunk_row=3, boundary=512),
+    Source(slot=4, chunk_start=1024, chunk_row=520, boundary=1280),
+]
+"""A prompt from its start, and one that goes on: every row is in the chunk."""
+REACH_BACK = [
+    *CHUNK[:1],
+    Source(slot=2, chunk_start=255, chunk_row=520, boundary=256),
+    Source(slot=5, chunk_start=400, chunk_row=530, boundary=512),
+    Source(slot=3, chunk_start=510, chunk_row=650, boundary=512),
+]
+"""Windows, and some states, that begin before the chunk."""
+DECODED = [Source(row, end, 0, end) for row, end in ((3, 512), (1, 256), (5, 1024), (2, 25600))]
+"""Boundaries that the rings hold whole."""
+
+
+class World:
+    """Random rings and chunks, and both movers over the same staging."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        ring: int = 128,
+        state_ring: int = 8,
+        state_dtype: torch.dtype = torch.float32,
+        head: int = 64,
+        gap: int = 0,
+    ) -> None:
+        self._random = torch.Generator(device).manual_seed(5)
+        self.device = device
+        windows = [self._noise((REQUESTS + 1) * ring, head, torch.bfloat16) for _ in RATIOS]
+
+        def states(width: int) -> list:
+            return [
+                SimpleNamespace(
+                    kv_score_buffer=SimpleNamespace(
+                        kv_score=self._noise((REQUESTS + 1) * state_ring, width, state_dtype)
+                    ),
+                    ring_size=state_ring,
+                )
+                if ratio == 4
+                else None
+                for ratio in RATIOS
+            ]
+
+        self.view = DeviceView(
+            SimpleNamespace(
+                unified_kv_pool=SimpleNamespace(get_unified_kv=windows.__getitem__),
+                _stage_start=0,
+                _stage_end=len(RATIOS),
+                compression_ratios=RATIOS,
+                compress_state_pools=states(4 * head),
+                indexer_compress_state_pools=states(head),
+                unified_swa_ring_size=ring,
+            )
+        )
+        self.staging = DeviceStaging(self.view.layout, SLOTS, device)
+        self.movers = [
+            mover(self.view, self.staging, pin=device.type != "cpu")
+            for mover in (RowMover, KernelMover)
+        ]
+        self.chunks = {
+            ring.section.index: self._noise(
+                800,
+                ring.buffer.shape[1] + gap,
+                torch.bfloat16 if pool == WINDOW_POOL else torch.float32,
+            )[:, gap:]
+            for pool in POOLS
+            for ring in self.view.rings[pool]
+        }
+
+    def _noise(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(rows, width, generator=self._random, device=self.device).to(dtype)
+
+    def captured(self, sources: Sequence[Source], layers: bool, mover: RowMover) -> torch.Tensor:
+        """Staging after a capture: of a forward, layer by layer, or after it, from the rings."""
+        self.staging.memory.fill_(0xA5)
+        index = mover.capture_index(sources, list(range(SLOTS - 1, -1, -1))[: len(sources)])
+        if not layers:
+            mover.gather_rings(index)
+            return self.staging.memory.clone()
+        for layer in self.view.layout.layers:
+            parts = [
+                Part(ring, self.chunks[ring.section.index])
+                for pool in POOLS
+                for ring in self.view.rings[pool]
+                if ring.section.layer == layer
+            ]
+            if any(s.reads_ring_for(4) for s in sources):
+                # As CapturePipeline does: each state before its compressor runs.
+                for part in reversed(parts[1:]):
+                    mover.gather_layer(index, [part])
+                parts = parts[:1]
+            mover.gather_layer(index, parts)
+        return self.staging.memory.clone()
+
+    def restored(self, restores: Sequence[Source], mover: RowMover) -> torch.Tensor:
+        """All rings after a restore of staged noise; they are put back afterwards."""
+        rings = [ring.buffer for pool in POOLS for ring in self.view.rings[pool]]
+        before = [buffer.clone() for buffer in rings]
+        mover.scatter(
+            [s.slot for s in restores],
+            [s.boundary for s in restores],
+            list(range(SLOTS - 1, -1, -1))[: len(restores)],
+        )
+        after = torch.cat([buffer.view(torch.uint8).flatten() for buffer in rings])
+        for buffer, old in zip(rings, before, strict=True):
+            buffer.copy_(old)
+        return after
+
+
+def compare(run: Callable[[RowMover], torch.Tensor], world: World, between: Callable = int) -> int:
+    """Bytes that differ between the movers; `between` runs between them (controls)."""
+    plain = run(world.movers[0])
+    between()
+    return int((plain != run(world.movers[1])).sum())
+
+
+def cases(device: torch.device) -> dict[str, int]:
+    """Bytes that differ, by case."""
+    worlds = {
+        "as the model": World(device, head=512),
+        "long rings": World(device, ring=131, state_ring=16),
+        "bf16 states": World(device, state_dtype=torch.bfloat16),
+        "narrow rows": World(device, head=20),
+        "chunks that are views": World(device, gap=8),
+        "chunks that are not aligned": World(device, gap=6),
+    }
+    found = {}
+    for name, world in worlds.items():
+        for what, sources in (("chunk", CHUNK), ("reach back", REACH_BACK)):
+            found[f"{name}: {what}"] = compare(partial(world.captured, sources, True), world)
+        found[f"{name}: rings"] = compare(partial(world.captured, DECODED, False), world)
+        world.staging.memory.copy_(torch.randint_like(world.staging.memory, 256))
+        for what, restores in (("restores", DECODED), ("restore of one", DECODED[:1])):
+            found[f"{name}: {what}"] = compare(partial(world.restored, restores), world)
+    found["fp8 planes"] = planes(device)
+    return found
+
+
+def planes(device: torch.device) -> int:
+    """Two planes of a window, 512-byte and 128-byte rows, as plain bytes; bytes and sums that differ."""
+    random = torch.Generator(device).manual_seed(9)
+    rows, ring = 128, 131
+    words = (128, 32)
+    rings, chunks = (
+        [
+            torch.randint(
+                -(2**31), 2**31, (n, w), generator=random, device=device, dtype=torch.int64
+            ).to(torch.int32)
+            for w in words
+        ]
+        for n in (REQUESTS * ring, 700)
+    )
+    table, offset = [], 0
+    for plane, width in enumerate(words):
+        segments = width // kernels.MAX_SEGMENT_WORDS
+        for first in range(0, rows * segments, kernels.BLOCK_SEGMENTS):
+            table.append(
+                [rings[plane].data_ptr(), ring, rows, segments, first, offset, plane, 3 * plane]
+            )
+        offset += rows * width
+    sources = REACH_BACK[:3]
+    slots = [2, 0, 1]
+    columns = [
+        (i, s.slot, s.boundary, s.chunk_start, s.chunk_row)
+        for i, s in zip(slots, sources, strict=True)
+    ]
+    staging = torch.zeros(3, offset, dtype=torch.int32, device=device)
+    sums = torch.zeros(3, 2, dtype=torch.int64, device=device)
+    kernels.gather(
+        torch.tensor(table, device=device),
+        torch.tensor(columns, device=device).T.contiguous(),
+        staging=staging,
+        sums=sums,
+        weights=section_weights(4 * rows * words[0], device),
+        segment_words=kernels.MAX_SEGMENT_WORDS,
+        chunks={0: chunks[0].view(torch.uint8), 3: chunks[1].view(torch.bfloat16)},
+    )
+    wrong = 0
+    for slot, s in zip(slots, sources, strict=True):
+        at = 0
+        for plane, width in enumerate(words):
+            expected = torch.stack(
+                [
+                    chunks[plane][s.chunk_row + p - s.chunk_start]
+                    if p >= s.chunk_start
+                    else rings[plane][s.slot * ring + p % ring]
+                    for p in range(s.boundary - rows, s.boundary)
+                ]
+            )
+            got = staging[slot, at : at + rows * width].view(rows, width)
+            wrong += int((got != expected).sum())
+            wrong += int(sums[slot, plane] != section_checksums(expected.unsqueeze(0))[0])
+            at += rows * width
+    return wrong
+
+
+def controls(device: torch.device) -> dict[str, bool]:
+    """Whether each thing that is broken on purpose was noticed."""
+    world = World(device)
+    window = world.view.window_ring(0)
+    state = world.view.rings[C4_POOL][1]
+
+    def flip(tensor: torch.Tensor, row: int) -> Callable[[], None]:
+        def now() -> None:
+            tensor.view(torch.int32)[row, 1] ^= 1 << 9
+
+        return now
+
+    noticed = {}
+    for name, run, tensor, row in (
+        ("a bit of K", True, world.chunks[window.section.index], 3 + 255),
+        ("a bit of a compressor's input", True, world.chunks[state.section.index], 3 + 252),
+        ("a bit of a ring", False, window.buffer, 3 * 128 + 5),
+        ("a bit of a state ring", False, state.buffer, 3 * 8 + 4),
+    ):
+        sources = CHUNK if run else DECODED
+        count = compare(partial(world.captured, sources, run), world, flip(tensor, row))
+        # The word, and the checksum of its section.
+        noticed[name] = 1 < count <= 1 + 8
+    # A row that no boundary of the case needs.
+    spare = flip(world.chunks[window.section.index], 2)
+    count = compare(partial(world.captured, CHUNK, True), world, spare)
+    noticed["nothing, where the bit is not in a window"] = count == 0
+    noticed |= sums_of_moved_windows(world)
+    return noticed
+
+
+def sums_of_moved_windows(world: World) -> dict[str, bool]:
+    """The kernel's checksum of a window whose rows are swapped, or all moved on by one."""
+    ring = world.view.window_ring(0)
+    rows = slice(3 * 128, 4 * 128)
+
+    def checksum() -> int:
+        world.captured(DECODED[:1], False, world.movers[1])
+        return int(world.staging.checksums[SLOTS - 1, ring.section.index])
+
+    right = checksum()
+    before = ring.buffer[rows].clone()
+    noticed = {}
+    for name, moved in (
+        ("two rows swapped", before[[1, 0, *range(2, 128)]]),
+        ("a window that is moved on", before.roll(1, 0)),
+    ):
+        ring.buffer[rows] = moved
+        noticed[name] = checksum() != right
+        # Not only different: what the reference makes of those rows.
+        expected = int(section_checksums(moved.unsqueeze(0)))
+        noticed[name] &= int(world.staging.checksums[SLOTS - 1, ring.section.index]) == expected
+    ring.buffer[rows] = before
+    noticed["nothing, where they are back"] = checksum() == right
+    return noticed
+
+
+def main() -> int:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    device = torch.device(parser.parse_args().device)
+    found = cases(device)
+    noticed = controls(device)
+    for name, count in found.items():
+        print(name, f"differ {count}" if count else "equal")
+    for name, seen in noticed.items():
+        print("control", name, "noticed" if seen else "missed")
+    return 0 if not any(found.values()) and all(noticed.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""RowMover with Triton kernels: one launch where plain torch needs six a section (kernels.py)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from sglang_bitexact_hicache import kernels
+from sglang_bitexact_hicache.checksum import section_weights
+from sglang_bitexact_hicache.device_view import DeviceView, Ring
+from sglang_bitexact_hicache.gather import Source, to_device
+from sglang_bitexact_hicache.layout import C4_POOL, INDEXER_POOL, WINDOW_POOL
+from sglang_bitexact_hicache.row_mover import Part, RowMover
+from sglang_bitexact_hicache.staging import DeviceStaging
+
+PART = {WINDOW_POOL: 0, C4_POOL: 1, INDEXER_POOL: 2}
+"""Which chunk tensor of a layer a pool's section is gathered from."""
+
+
+class CaptureIndex(NamedTuple):
+    """Where the boundaries of one forward are: int64 ``[5, boundaries]`` on the device (kernels.py), and
+    whether any window begins before its chunk, which the host knows."""
+
+    where: torch.Tensor
+    reads_ring: bool
+
+
+class KernelMover(RowMover):
+    """See the module's docstring. The rings are allocated once and never move."""
+
+    def __init__(self, view: DeviceView, staging: DeviceStaging, *, pin: bool) -> None:
+        super().__init__(view, staging, pin=pin)
+        # Layer by layer, so that one launch covers a layer's sections.
+        by_layer = sorted(
+            (ring for rings in view.rings.values() for ring in rings),
+            key=lambda ring: (ring.section.layer, ring.section.index),
+        )
+        words = math.gcd(*(ring.section.row_bytes // 4 for ring in by_layer))
+        self._segment = min(kernels.MAX_SEGMENT_WORDS, words & -words)
+        self._blocks: dict[int, range] = {}
+        table: list[list[int]] = []
+        for ring in by_layer:
+            start = len(table)
+            table += self._entries(ring)
+            self._blocks[ring.section.index] = range(start, len(table))
+        self._tables: dict[tuple[int, ...], torch.Tensor] = {}
+        self._words = staging.memory.view(torch.int32)
+        self._table = torch.tensor(table, dtype=torch.int64).to(view.device)
+        largest = max(ring.section.nbytes for ring in by_layer)
+        self._weights = section_weights(largest, view.device)
+        self._compile()
+
+    def _compile(self) -> None:
+        """Compile what the forwards will launch; the first of each kind would take seconds otherwise."""
+        nowhere = self._where(*[[]] * 5)
+        layout = self._view.layout
+        kinds = dict(zip(layout.ratios, layout.layers, strict=True))
+        for reads_ring in (False, True):
+            index = CaptureIndex(nowhere, reads_ring)
+            for layer in kinds.values():
+                parts = [self._empty_part(ring) for ring in self._rings_of(layer)]
+                self.gather_layer(index, parts)
+                for part in parts[1:]:
+                    self.gather_layer(index, [part])
+                if len(parts) > 1:
+                    self.gather_layer(index, parts[:1])
+        self.gather_rings(index)
+        self.scatter([], [], [])
+
+    def _rings_of(self, layer: int) -> list[Ring]:
+        rings = (ring for rings in self._view.rings.values() for ring in rings)
+        return [ring for ring in rings if ring.section.layer == layer]
+
+    @staticmethod
+    def _empty_part(ring: Ring) -> Part:
+        """As a forward without tokens would give it: K in the ring's dtype, states in fp32."""
+        dtype = ring.buffer.dtype if ring.section.pool == WINDOW_POOL else torch.float32
+        return Part(ring, ring.buffer.new_empty((0, ring.buffer.shape[1]), dtype=dtype))
+
+    def _entries(self, ring: Ring) -> Iterator[list[int]]:
+        section = ring.section
+        row_segments = section.row_bytes // 4 // self._segment
+        for first in range(0, section.rows * row_segments, kernels.BLOCK_SEGMENTS):
+            yield [
+                ring.buffer.data_ptr(),
+                ring.size,
+                section.rows,
+                row_segments,
+                first,
+                self._view.layout.device_offset(section) // 4,
+                section.index,
+                PART[section.pool],
+            ]
+
+    def capture_index(self, sources: Sequence[Source], slots: Sequence[int]) -> CaptureIndex:
+        """As RowMover: one small copy, and the checksums of the slots cleared, which the kernel's
+        blocks add to."""
+        where = self._where(
+            slots,
+            [s.slot for s in sources],
+            [s.boundary for s in sources],
+            [s.chunk_start for s in sources],
+            [s.chunk_row for s in sources],
+        )
+        self._staging.checksums.index_fill_(0, where[0], 0)
+        return CaptureIndex(where, any(s.reads_ring for s in sources))
+
+    def gather_layer(self, index: CaptureIndex, parts: Sequence[Part]) -> None:
+        """As RowMover, one launch. Raises ValueError unless the parts lie next to each other in the
+        table: they are one layer's."""
+        kernels.gather(
+            self._table_of(tuple(part.ring.section.index for part in parts)),
+            index.where,
+            staging=self._words,
+            sums=self._staging.checksums,
+            weights=self._weights,
+            segment_words=self._segment,
+            chunks={PART[part.ring.section.pool]: part.chunk for part in parts},
+            narrow_state=any(p.chunk.dtype != p.ring.buffer.dtype for p in parts),
+            reads_ring=index.reads_ring,
+        )
+
+    def _table_of(self, sections: tuple[int, ...]) -> torch.Tensor:
+        """The blocks of some sections; looked up, since it is asked for once a layer."""
+        if sections not in self._tables:
+            spans = sorted((self._blocks[i] for i in sections), key=lambda span: span.start)
+            if any(a.stop != b.start for a, b in itertools.pairwise(spans)):
+                raise ValueError(f"sections {sections} are of more than one layer")
+            self._tables[sections] = self._table[spans[0].start : spans[-1].stop]
+        return self._tables[sections]
+
+    def gather_rings(self, index: CaptureIndex) -> None:
+        """As RowMover, one launch."""
+        kernels.gather(
+            self._table,
+            index.where,
+            staging=self._words,
+            sums=self._staging.checksums,
+            weights=self._weights,
+            segment_words=self._segment,
+        )
+
+    def scatter(self, rows: Sequence[int], boundaries: Sequence[int], slots: Sequence[int]) -> None:
+        """As RowMover, one launch and one small copy."""
+        kernels.scatter(
+            self._table,
+            self._where(slots, rows, boundaries),
+            staging=self._words,
+            segment_words=self._segment,
+        )
+
+    def _where(self, *columns: Sequence[int]) -> torch.Tensor:
+        return to_device(np.array(columns, dtype=np.int64), self._view.device, self._pin)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from gpu.config import PAGE, Run
 from gpu.feature import Req, Server
 from sglang_bitexact_hicache import forward_hooks
-from sglang_bitexact_hicache.layout import POOLS
 
 AHEAD_MS = 60.0
 """A kernel that outlasts the launching of any forward here."""
@@ -59,7 +58,7 @@ class Bench:
 
 def moved_bytes(server: Server) -> int:
     """Bytes of one boundary that move between host and device."""
-    return sum(server.pools.device_part(pool, 0).nbytes for pool in POOLS)
+    return server.pools.device_part(0).nbytes
 
 
 def forward(batch: SimpleNamespace, body: Callable[[], object]) -> None:

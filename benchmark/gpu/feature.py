@@ -39,19 +39,15 @@ INNER_HOOKS = (
 )
 
 
-def install_hooks(*, strictly: bool = True) -> None:
-    """Puts the two inner hooks on SGLang's functions. Once a process.
-
-    Args:
-        strictly: inside `strict()` each, which a CPU has not.
+def install_hooks() -> None:
+    """Puts the two inner hooks on SGLang's functions, each inside `strict()`. Once a process.
 
     Raises:
         RuntimeError: SGLang's registry did not apply one (it only logs that).
     """
     for seam in seams.SEAMS:
         if seam.handler in INNER_HOOKS:
-            hook = guarded(seam.load()) if strictly else seam.load()
-            HookRegistry.register(seam.target, hook, HookType(seam.kind.value))
+            HookRegistry.register(seam.target, guarded(seam.load()), HookType(seam.kind.value))
     HookRegistry.apply_hooks()
     for seam in seams.SEAMS:
         if seam.handler in INNER_HOOKS:
@@ -218,13 +214,8 @@ class Server:
         stride: int = 1,
         kinds: Container[Kind] = DEFAULT_KINDS,
         debug: bool = False,
-        strictly: bool = True,
     ) -> None:
-        """A fresh tree, host pools of `slots` records and the runtime over them.
-
-        Args:
-            strictly: the runtime's calls may not wait; with `debug` they have to.
-        """
+        """A fresh tree, host pools of `slots` records and the runtime over them."""
         self.release()
         pin = self.device.type != "cpu"
         self.tree = Tree(TruthStore(slots))
@@ -239,7 +230,7 @@ class Server:
             debug=debug,
             pin=pin,
         )
-        self.runtime = Strict(runtime) if strictly else runtime
+        self.runtime = Strict(runtime)
 
     def release(self) -> None:
         """Lets the runtime go, with its memory on both sides."""

@@ -105,7 +105,7 @@ class RestoreBench:
             begin.record()
             self._step(reqs, end.record)
 
-        return self._timed(reqs, ready, ahead_ms=10)
+        return self._timed(reqs, ready, ahead_ms=AHEAD_MS)
 
     def _timed(self, reqs: list[Req], ready: Between, *, ahead_ms: float) -> float:
         taken = device_ms(ready, ahead_ms=ahead_ms)

@@ -5,8 +5,8 @@ compressors through `_forward_compress_all_in_one` (so that our hook sits on the
 compressed rows in the unified cache, the index lists, the attention kernels, the ring store of prefill.
 Stood in for: the projections (inputs.py), the indexer's query side (selection.py). There are no experts.
 
-Each layer adds rows of the one before to its inputs (one head of the attention output, per token), so a
-wrong row anywhere spreads to every later layer. Everything is computed row by row.
+Each layer adds a function of one head of the attention output before it to its inputs, token by token,
+so a wrong row anywhere spreads to every later layer. Everything is computed row by row.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from gpu.config import HEAD_DIM, INDEX_DIM, ROPE_DIM, Shape
 from gpu.inputs import Inputs, Rows, Span
 from gpu.selection import select_recent, select_scored
 
-MIX = 4.0
-"""Weight of the layer before: attention averages random rows, so its output is small."""
+MIX = 64.0
+"""A layer adds the sine of this times the output of the one before to its inputs. Attention averages, so
+differences fade from layer to layer; this keeps the smallest one that bf16 can hold, and its own size is
+bounded."""
 
 EPSILON = 1e-6
 
@@ -180,7 +182,7 @@ class Stack:
             if ratio:
                 self._compress(layer, ratio, forward, before, record)
             output = self._attend(layer, ratio, forward, q, None if decoding else k)
-            before = output[:, layer % self.shape.heads]
+            before = torch.sin(MIX * output[:, layer % self.shape.heads].to(torch.float32))
             if keep:
                 outputs.append(output)
         return outputs
@@ -212,12 +214,13 @@ class Stack:
     def _mixed(
         self, table: torch.Tensor, forward: Forward, layer: int, before: torch.Tensor | None
     ) -> torch.Tensor:
-        """A layer's rows of a table, plus the rows of the layer before as often as they fit."""
+        """A layer's rows of a table, plus what came of the layer before (fp32 ``[tokens, 512]``) as often
+        as it fits; in the table's dtype."""
         rows = forward.rows.of(table, layer)
         if before is None:
             return rows
         parts = rows.view(rows.shape[0], -1, HEAD_DIM)
-        return torch.add(parts, before.unsqueeze(1), alpha=MIX).view(rows.shape)
+        return torch.add(parts, before.unsqueeze(1)).to(table.dtype).view(rows.shape)
 
     def _store_decoded(
         self, layer: int, forward: Forward, q: torch.Tensor, k: torch.Tensor

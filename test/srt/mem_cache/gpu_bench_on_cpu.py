@@ -1,6 +1,5 @@
 """The exactness part of benchmark/gpu over the reference platform's kernels, as a program.
 
-
 A process of its own, because it publishes a configuration and hooks SGLang. Prints one line of JSON a
 comparison: what, whether it passed, whether it is a control; then the bytes that no step reads.
 """
@@ -30,18 +29,20 @@ def main() -> None:
     from dsv4_reference_platform import install
 
     install.install()
-    from gpu import exactness, feature
+    from gpu import exactness, feature, strict
 
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
-    feature.install_hooks(strictly=False)
+    feature.install_hooks()
     device = torch.device("cpu")
     server = feature.Server(SHAPE, 12, 64 * PAGE, SCENARIO.positions, device)
-    server.engage(slots=40, chunk_tokens=512, strictly=False)
-    found = exactness.Exactness(server, SCENARIO).run()
+    server.engage(slots=40, chunk_tokens=512)
+    with strict.relaxed():
+        found = exactness.Exactness(server, SCENARIO).run()
     server.pages = PAGE
-    server.engage(slots=40, chunk_tokens=512, debug=True, strictly=False)
-    checks = [*found.checks, *exactness.debug_checks(server, FLASH_SCENARIO)]
+    server.engage(slots=40, chunk_tokens=512, debug=True)
+    with strict.relaxed():
+        checks = [*found.checks, *exactness.debug_checks(server, FLASH_SCENARIO)]
     server.release()
     for check in checks:
         print(json.dumps([check.what, check.passed, check.control]))

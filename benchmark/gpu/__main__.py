@@ -33,6 +33,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=15, help="of each timing (%(default)s)")
     parser.add_argument("--no-exact", action="store_true", help="measure only; exact=0")
     options = parser.parse_args()
+    if options.layers is not None and options.layers < 3:
+        parser.error("the first layer of ratio 4 is the third")
     problem = stubs.missing()
     if problem is not None:
         print(problem)
@@ -71,8 +73,8 @@ class Main:
         if exactness:
             found.append(self._part("exactness, window-only layers", self._exact_small, device))
             debug = self._part("debug checks", self._debug, device) or []
-        positions = max(self._run.chunk, config.PRO_SCENARIO.positions) + config.PAGE
-        server = feature.Server(self._shape, self._run.rows, self._run.tokens, positions, device)
+        run = self._run
+        server = feature.Server(self._shape, run.rows, run.tokens, run.positions, device)
         self._said("built")
         if exactness:
             found.append(self._part("exactness", self._exact, server, config.PRO_SCENARIO))

@@ -119,6 +119,11 @@ class Run:
         return max(self.batch, max(self.restores)) + 8
 
     @property
+    def positions(self) -> int:
+        """Positions that any request can reach."""
+        return max(self.chunk, max(self.restores) * PAGE, PRO_SCENARIO.positions) + PAGE
+
+    @property
     def tokens(self) -> int:
         """Token slots of the pool: every request's, and what the exactness prompts need."""
         each = (self.context + 2 * PAGE) * self.batch

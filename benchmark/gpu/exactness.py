@@ -223,19 +223,8 @@ class Exactness:
 
         def poison(req: Req) -> None:
             nonlocal poisoned
-            poisoned = 0
-            for layer, ratio in enumerate(self._server.shape.ratios):
-                window = self._rings(layer, WINDOW_ROWS)
-                rows = window.rows(req.row, [boundary - WINDOW])
-                window.buffer[rows] = 999.0
-                poisoned += window.buffer[rows].nbytes
-                for kind in (C4_ROWS, INDEXER_ROWS) if ratio == 4 else ():
-                    states = self._rings(layer, kind)
-                    rows = states.rows(req.row, range(boundary - STATE_ROWS, boundary))
-                    head = states.buffer.shape[1] // 4
-                    for half in (slice(head, 2 * head), slice(3 * head, 4 * head)):
-                        states.buffer[rows, half] = 999.0
-                        poisoned += states.buffer[rows, half].nbytes
+            # At a boundary only the overlap quarters, 0 and 2, are read, and no row before P - 127.
+            poisoned = self._poison(req, boundary - WINDOW, (1, 3))
 
         found = self._resumed(main, boundary, poison)
         equal = self._compare("rows that no step reads, poisoned: prefill", found, reference)
@@ -243,25 +232,51 @@ class Exactness:
         wanted = self._resumed(main, boundary, steps=steps)
         found = self._resumed(main, boundary, poison, steps=steps)
         equal &= self._compare("rows that no step reads, poisoned: decode", found, wanted)
+        found = self._resumed(
+            main, boundary, lambda req: self._poison(req, boundary - WINDOW + 1, ())
+        )
+        self._compare(
+            "control: the oldest row that is read, poisoned", found, reference, control=True
+        )
         return poisoned if equal else 0
 
+    def _poison(self, req: Req, position: int, quarters: Sequence[int]) -> int:
+        """Spoils one window row of every layer, and these quarters of each state row; the bytes of it."""
+        nbytes = 0
+        for layer, ratio in enumerate(self._server.shape.ratios):
+            window = self._rings(layer, WINDOW_ROWS)
+            rows = window.rows(req.row, [position])
+            window.buffer[rows] = 999.0
+            nbytes += window.buffer[rows].nbytes
+            for kind in (C4_ROWS, INDEXER_ROWS) if ratio == 4 else ():
+                states = self._rings(layer, kind)
+                rows = states.rows(req.row, range(req.seqlen - STATE_ROWS, req.seqlen))
+                width = states.buffer.shape[1] // 4
+                for quarter in quarters:
+                    part = slice(quarter * width, (quarter + 1) * width)
+                    states.buffer[rows, part] = 999.0
+                    nbytes += states.buffer[rows, part].nbytes
+        return nbytes
+
     def _interior(self, main: Req, recorded: _Recorded) -> None:
-        wrong = sections = 0
+        differ: list[bool] = []
 
         def read(req: Req) -> None:
-            nonlocal wrong, sections
             for layer, kind in recorded.keys:
                 ring = self._rings(layer, kind)
                 positions = range(req.seqlen - ring.kept, req.seqlen)
                 found = ring.buffer[ring.rows(req.row, positions)]
-                wrong += not torch.equal(found, recorded.at(layer, kind, positions))
-                sections += 1
+                differ.append(not torch.equal(found, recorded.at(layer, kind, positions)))
+
+        def found(what: str, *, control: bool) -> None:
+            self._checks.append(Check(what, control, sum(differ), len(differ)))
+            differ.clear()
 
         for boundary in range(PAGE, self._scenario.end + 1, PAGE):
             self._resumed(main, boundary, read, count=16)
-        self._checks.append(
-            Check("every page's restored rows = the rows computed", False, wrong, sections)
-        )
+        found("every page's restored rows = the rows computed", control=False)
+        self._resumed(main, self._scenario.end, read, count=16, restore=False)
+        found("control: the same, nothing restored", control=True)
 
         for boundary in self._scenario.placed:
 
@@ -281,15 +296,22 @@ class Exactness:
         server, more = self._server, self._scenario.more
         end, inner = self._scenario.end, self._scenario.placed[0]
         alone = self._resumed(main, inner)
-        first = server.open("together 1", HIT_ROW, main.seed, end + more, main, end)
-        cold = server.open("together 2", OTHER_ROW, 5, more)
-        second = server.open("together 3", SIDE_ROW, main.seed, inner + more, main, inner)
-        reqs = [first, cold, second]
-        outputs = server.forward(server.extend_batch(reqs, [more] * 3))
-        for req in reqs:
-            server.close(req, leave=False)
-        self._compare("two hits in one batch, first", [o[:more] for o in outputs], reference)
-        self._compare("two hits in one batch, second", [o[2 * more :] for o in outputs], alone)
+
+        def batch(name: str, *, restore: bool) -> tuple[Outputs, Outputs]:
+            first = server.open(f"{name} 1", HIT_ROW, 0, end + more, main, end, admit=restore)
+            cold = server.open(f"{name} 2", OTHER_ROW, 5, more, admit=restore)
+            second = server.open(f"{name} 3", SIDE_ROW, 0, inner + more, main, inner, admit=restore)
+            reqs = [first, cold, second]
+            outputs = server.forward(server.extend_batch(reqs, [more] * 3, plugin=restore))
+            for req in reqs if restore else ():
+                server.close(req, leave=False)
+            return [o[:more] for o in outputs], [o[2 * more :] for o in outputs]
+
+        first, second = batch("together", restore=True)
+        self._compare("two hits in one batch, first", first, reference)
+        self._compare("two hits in one batch, second", second, alone)
+        first, _ = batch("apart", restore=False)
+        self._compare("control: the same, nothing restored", first, reference, control=True)
 
     def _decoded(self) -> None:
         """A boundary that two requests decode across; one goes on by prefill, the other by decode."""

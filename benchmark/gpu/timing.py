@@ -25,12 +25,18 @@ Between = Callable[[torch.cuda.Event, torch.cuda.Event], None]
 
 
 def device_ms(work: Between, *, ahead_ms: float) -> float:
-    """Device time of one run, in ms; `ahead_ms` is how long the device is kept busy before."""
+    """Device time of one run, in ms; `ahead_ms` is how long the device is kept busy before.
+
+    Raises:
+        RuntimeError: the device was done with that before everything was launched.
+    """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     if ahead_ms:
         torch.cuda._sleep(int(ahead_ms * CYCLES_PER_MS))
     work(begin, end)
+    if ahead_ms and begin.query():
+        raise RuntimeError(f"launching took longer than {ahead_ms} ms: the host was not ahead")
     torch.cuda.synchronize()
     return begin.elapsed_time(end)
 

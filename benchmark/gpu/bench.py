@@ -15,8 +15,8 @@ from gpu.config import PAGE, Run
 from gpu.feature import Req, Server
 from sglang_bitexact_hicache import forward_hooks
 
-AHEAD_MS = 150.0
-"""A kernel that outlasts the launching of any forward here: eager, and slow beside what it launches."""
+AHEAD_MS = 60.0
+"""A kernel that outlasts the launching of a prefill's layers (eagerly), with the hooks."""
 
 DONOR_ROW = 1
 

@@ -104,8 +104,9 @@ class CapturePipeline(RecordPipeline):
     def finish(self, plan: CapturePlan, host_slots: Sequence[int], after: Sequence[Event]) -> Event:
         """Queue the copies to the host slots (one for each source, in order).
 
-        `after`: events of copies that still read those host slots. Returns the event of the host
-        bytes. Raises RuntimeError if the forward did not pass every layer of the stage.
+        `after`: an event recorded behind the last gather, and those of copies that still read the host
+        slots. Returns the event of the host bytes. Raises RuntimeError if the forward did not pass
+        every layer of the stage.
         """
         missing = self._view.layout.num_sections - len(plan.gathered)
         if missing:
@@ -115,7 +116,7 @@ class CapturePipeline(RecordPipeline):
             (self._pools.device_part(host), self.staging.memory[slot])
             for slot, host in zip(plan.staging, host_slots, strict=True)
         ]
-        event = self._lane.submit(copies, [self._lane.mark(), *after])
+        event = self._lane.submit(copies, after)
         self._counters.bytes_captured += sum(source.nbytes for _, source in copies)
         self.staging.give_back(plan.staging, event)
         return event

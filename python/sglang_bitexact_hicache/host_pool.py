@@ -54,6 +54,7 @@ class TruthHostPools:
                 f"{slots} boundaries: {error}. "
                 "Raise --hicache-swa-offload-page-stride or lower --hicache-ratio."
             ) from error
+        self._moving = self.memory[:, layout.host_header_bytes :]
         self.buffers: dict[str, torch.Tensor] = {
             pool: self.memory.narrow(1, layout.record_offset(pool), layout.record_bytes(pool))
             for pool in POOLS
@@ -71,7 +72,7 @@ class TruthHostPools:
     def device_part(self, slot: int) -> torch.Tensor:
         """What moves between host and device: uint8 ``[device_bytes]``, the slot less the header that
         the host owns."""
-        return self.memory[slot, self.layout.host_header_bytes :]
+        return self._moving[slot]
 
     def checksums(self, slot: int) -> torch.Tensor:
         """The device checksums that a slot's record carries: int64 ``[sections]``, a view. Wait on the
@@ -83,5 +84,6 @@ class TruthHostPools:
         """Let go of the memory."""
         self.buffers.clear()
         memory, self.memory = self.memory, self.memory.new_empty(0)
+        self._moving = self.memory
         if self._release is not None and memory.numel():
             self._release(memory)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from sglang_bitexact_hicache.constants import C4_RATIO, STATE_ROWS, WINDOW
 
@@ -110,7 +111,7 @@ class RecordLayout:
             if n <= 0 or n % 4:
                 raise ValueError(f"{name} must be a positive multiple of 4, got {n}")
 
-    @property
+    @cached_property
     def c4_layers(self) -> tuple[int, ...]:
         """Absolute ids of the layers that keep C4 and indexer state."""
         return tuple(
@@ -119,18 +120,18 @@ class RecordLayout:
             if ratio == C4_RATIO
         )
 
-    @property
+    @cached_property
     def num_sections(self) -> int:
         """Sections, and so checksums, of one boundary over all three records."""
         return len(self.layers) + 2 * len(self.c4_layers)
 
-    @property
+    @cached_property
     def host_header_bytes(self) -> int:
         """Header bytes that the host alone writes; the device copy of a record starts after them."""
         hashes = SECTION_HASH_BYTES * self.num_sections
         return _align(HOST_FIXED_BYTES + hashes + KV_DIGEST_BYTES * KV_MARKS)
 
-    @property
+    @cached_property
     def header_bytes(self) -> int:
         """Bytes before the first row of the window record."""
         return _align(self.host_header_bytes + CHECKSUM_BYTES * self.num_sections)
@@ -141,12 +142,12 @@ class RecordLayout:
             return _align(self.header_bytes + len(self.layers) * WINDOW * self.window_row_bytes)
         return _align(len(self.c4_layers) * STATE_ROWS * self._row_bytes(pool))
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Host bytes of one boundary over all three pools."""
         return sum(self.record_bytes(pool) for pool in POOLS)
 
-    @property
+    @cached_property
     def device_bytes(self) -> int:
         """Bytes of a slot that move between host and device: all but the header that the host owns."""
         return self.slot_bytes - self.host_header_bytes

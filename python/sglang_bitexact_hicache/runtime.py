@@ -164,32 +164,34 @@ class TruthRuntime:
         `fresh` are Reqs in batch order, after `alloc_for_extend`. A request whose admitted prefix
         has no truth is a bug of ours: its output is discarded and nothing of it is inserted.
         """
-        started: list[Restore] = []
         for req in fresh:
+            # The copy first: it runs while the host goes on.
+            resumed = self._begin_restore(req) if req.prefix_len else None
             self.cache.row_taken(req)
             junction = self.cache.junction(req)
             if junction is not None:
                 self.counters.recomputed_tokens += junction.tokens - req.prefix_len
-            if req.prefix_len == 0:
-                continue
-            truth = self.cache.final_truth(req)
-            if truth is None:
-                self.counters.restore_impossible += 1
-                discard_output(req, f"no truth for the admitted prefix of {req.prefix_len} tokens")
-                continue
-            lineage, slot = truth
-            self.store.lock(slot)
-            self.planner.hit(req, lineage)
-            restore = Restore(
-                row=req.kv.req_pool_idx,
-                boundary=req.prefix_len,
-                host_slot=slot,
-                written=self._written.get(slot),
-            )
-            self._pending[req] = restore
-            started.append(restore)
-        for restore in started:
-            self._restore.stage(restore)
+            if resumed is not None:
+                self.planner.hit(req, resumed)
+
+    def _begin_restore(self, req: Any) -> int | None:
+        """Lock the truth of an admitted prefix and start its copy in: its lineage."""
+        truth = self.cache.final_truth(req)
+        if truth is None:
+            self.counters.restore_impossible += 1
+            discard_output(req, f"no truth for the admitted prefix of {req.prefix_len} tokens")
+            return None
+        lineage, slot = truth
+        self.store.lock(slot)
+        restore = Restore(
+            row=req.kv.req_pool_idx,
+            boundary=req.prefix_len,
+            host_slot=slot,
+            written=self._written.get(slot),
+        )
+        self._pending[req] = restore
+        self._restore.stage(restore)
+        return lineage
 
     def forget(self, req: Any) -> None:
         """The request gave its row back (finish, abort, retract): drop a restore not yet consumed.
@@ -255,6 +257,8 @@ class TruthRuntime:
             self._checks.note_source(active.capture, ring, chunk, metadata)
 
     def _apply_restores(self, batch: Any) -> None:
+        if not self._pending:
+            return
         due = [(req, r) for req in batch.reqs if (r := self._pending.pop(req, None)) is not None]
         if not due:
             return
@@ -330,7 +334,7 @@ class TruthRuntime:
             event for slot in slots if (event := self._read.pop(slot, None)) is not None
         )
         gathered = self._out_lane.mark()
-        event = self._capture.finish(plan, slots, list(readers))
+        event = self._capture.finish(plan, slots, [gathered, *readers])
         if self._checks is not None:
             self._checks.bind_sources(plan, slots)
         for source, wanted in captures:

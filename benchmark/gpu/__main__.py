@@ -133,6 +133,14 @@ class Main:
         return checks
 
     def _measure(self, server: Any, unread: int) -> Any:
+        taken: list[Any] = []
+        try:
+            return self._all_measured(server, unread, taken)
+        except Exception:
+            print("measured before the failure:", *taken, sep="\n", flush=True)
+            raise
+
+    def _all_measured(self, server: Any, unread: int, taken: list[Any]) -> Any:
         from gpu import bench, capture, decode, floors, report, restore
 
         run = self._run
@@ -144,12 +152,16 @@ class Main:
         print(report.floors_table(floor), end="\n\n", flush=True)
         self._said("floors")
         captures = [capture.CaptureBench(shared, stride).timed() for stride in (1, 2)]
+        taken += captures
         self._said("capture")
         restores = restore.RestoreBench(shared)
         restored = [restores.timed(count) for count in run.restores]
+        taken += restored
         again = {count: restores.computed_again(count) for count in (128, 255)}
+        taken.append(again)
         self._said("restore")
         decoded = decode.DecodeBench(shared).timed()
+        taken.append(decoded)
         self._said("decode")
         launched = {
             f"capture {c.stride}": capture.CaptureBench(shared, c.stride).launched()

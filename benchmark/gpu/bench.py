@@ -15,8 +15,8 @@ from gpu.config import PAGE, Run
 from gpu.feature import Req, Server
 from sglang_bitexact_hicache import forward_hooks
 
-AHEAD_MS = 60.0
-"""A kernel that outlasts the launching of a prefill's layers (eagerly), with the hooks."""
+AHEAD_MS = 20.0
+"""A kernel that outlasts the launching of everything of the feature's in one forward."""
 
 DONOR_ROW = 1
 

@@ -1,7 +1,6 @@
 """What a decode step costs with the feature, where no request completes a page and where one does.
 
-In production a step is replayed from a graph, and the feature's part is behind it: what it adds counts
-here, not what the stack's step takes.
+As in production, a step is replayed from a graph, and the feature's part comes behind it.
 """
 
 from __future__ import annotations
@@ -12,13 +11,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from gpu.bench import Bench, Launched, forward
+from gpu.bench import AHEAD_MS, Bench, Launched, forward
 from gpu.config import PAGE
-from gpu.stack import Forward
-from gpu.timing import device_ms, host_ms, launches, medians, whole
-
-STEP_AHEAD_MS = 120.0
-"""A kernel that outlasts the launching of a step's layers: eagerly, inputs gathered token by token."""
+from gpu.timing import Graphed, device_ms, host_ms, launches, medians, whole
 
 
 @dataclass(frozen=True)
@@ -68,23 +63,23 @@ class DecodeBench:
             server.tree.row_taken(req)
         self._plain = server.decode_batch(reqs, plugin=False)
         self._quiet = server.decode_batch(reqs)
-        self._prepared = server.prepared(self._quiet)
+        self._replay = self._graphed(self._quiet)
         self._first = reqs[0]
         self._first.seqlen = run.context - 1
         self._boundary = server.decode_batch(reqs)
-        self._at_boundary = server.prepared(self._boundary)
+        self._replay_boundary = self._graphed(self._boundary)
 
     def timed(self) -> Decode:
         """All times."""
         ms = medians(
             {
-                "plain": lambda: self._device(self._plain, self._prepared),
-                "quiet": lambda: self._device(self._quiet, self._prepared),
-                "plain_boundary": lambda: self._device(self._plain, self._at_boundary),
+                "plain": lambda: self._device(self._plain, self._replay),
+                "quiet": lambda: self._device(self._quiet, self._replay),
+                "plain_boundary": lambda: self._device(self._plain, self._replay_boundary),
                 "boundary": lambda: self._anew(
-                    lambda: self._device(self._boundary, self._at_boundary)
+                    lambda: self._device(self._boundary, self._replay_boundary)
                 ),
-                "alone": lambda: self._anew(lambda: self._device(self._boundary, None)),
+                "alone": lambda: self._anew(lambda: self._device(self._boundary, _nothing)),
                 "quiet_host": self._quiet_host,
                 "boundary_host": lambda: self._anew(lambda: self._host(self._boundary)),
             },
@@ -94,7 +89,7 @@ class DecodeBench:
 
     def launched(self) -> Launched:
         """What the feature launches in a step with one boundary."""
-        found = self._anew(lambda: launches(lambda: self._step(self._boundary, None)))
+        found = self._anew(lambda: launches(lambda: forward(self._boundary, _nothing)))
         return Launched(*found)
 
     def _anew(self, work: Callable[[], Any]) -> Any:
@@ -106,20 +101,22 @@ class DecodeBench:
         self._server.runtime.drain()
         return found
 
-    def _step(self, batch: SimpleNamespace, prepared: Forward | None) -> None:
-        if prepared is None:
-            forward(batch, lambda: None)
-        else:
-            forward(batch, lambda: self._server.stack.run(prepared))
+    def _graphed(self, batch: SimpleNamespace) -> Callable[[], None]:
+        prepared = self._server.prepared(batch)
+        return Graphed(lambda: self._server.stack.run(prepared))
 
-    def _device(self, batch: SimpleNamespace, prepared: Forward | None) -> float:
-        return device_ms(whole(lambda: self._step(batch, prepared)), ahead_ms=STEP_AHEAD_MS)
+    def _device(self, batch: SimpleNamespace, body: Callable[[], None]) -> float:
+        return device_ms(whole(lambda: forward(batch, body)), ahead_ms=AHEAD_MS)
 
     def _quiet_host(self, steps: int = 100) -> float:
         start = time.perf_counter()
         for _ in range(steps):
-            self._step(self._quiet, None)
+            forward(self._quiet, _nothing)
         return 1e3 * (time.perf_counter() - start) / steps
 
     def _host(self, batch: SimpleNamespace) -> float:
-        return host_ms(lambda: self._step(batch, None), ahead_ms=5)
+        return host_ms(lambda: forward(batch, _nothing), ahead_ms=5)
+
+
+def _nothing() -> None:
+    """In the place of the model."""

@@ -213,7 +213,9 @@ def restore_table(m: Measured) -> str:
             ],
         )
         + "\n\n"
-        + _table(again, ["computed again (stack only)", "device, ms", "from idle, ms"])
+        + _table(
+            again, ["computed again (stack only)", "device, ms (a graph)", "eager from idle, ms"]
+        )
     )
 
 

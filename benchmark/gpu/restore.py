@@ -10,13 +10,10 @@ import torch
 from gpu.bench import AHEAD_MS, DONOR_ROW, Bench, Launched, forward
 from gpu.config import PAGE
 from gpu.feature import Req
-from gpu.timing import Between, device_ms, launches, medians, whole
+from gpu.timing import Between, Graphed, device_ms, launches, medians, whole
 
 AGAIN_AT = 8 * PAGE
 """Prefix of the tokens that are computed again."""
-
-SCATTER_AHEAD_MS = 20.0
-"""A kernel that outlasts the launching of a batch of restores."""
 
 
 @dataclass(frozen=True)
@@ -74,17 +71,24 @@ class RestoreBench:
         return Launched(*found)
 
     def computed_again(self, count: int) -> tuple[float, float]:
-        """(device time, latency) of so many tokens behind a prefix, through the stack alone."""
+        """(device time, latency) of so many tokens behind a prefix, through the stack alone.
+
+        The one is replayed from a graph, the other launched one by one, from an idle device.
+        """
         server = self._server
         server.pages = PAGE
         req = server.open(self._bench.name(), DONOR_ROW, 0, AGAIN_AT + count, admit=False)
         req.seqlen = AGAIN_AT
         prepared = server.prepared(server.extend_batch([req], [count], plugin=False))
-        work = whole(lambda: server.stack.run(prepared))
+
+        def run() -> None:
+            server.stack.run(prepared)
+
+        replay = Graphed(run)
         ms = medians(
             {
-                "device": lambda: device_ms(work, ahead_ms=AHEAD_MS),
-                "latency": lambda: device_ms(work, ahead_ms=0),
+                "device": lambda: device_ms(whole(replay), ahead_ms=AHEAD_MS),
+                "latency": lambda: device_ms(whole(run), ahead_ms=0),
             },
             self._bench.run.repeats,
         )
@@ -111,7 +115,7 @@ class RestoreBench:
             begin.record()
             forward(batch, end.record)
 
-        return self._timed(reqs, ready, ahead_ms=SCATTER_AHEAD_MS)
+        return self._timed(reqs, ready, ahead_ms=AHEAD_MS)
 
     def _timed(self, reqs: list[Req], ready: Between, *, ahead_ms: float) -> float:
         taken = device_ms(ready, ahead_ms=ahead_ms)

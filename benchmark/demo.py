@@ -65,7 +65,6 @@ class Step:
 
     name: str
     prompt: str
-    kind: str
     hit: int
     tier: str
 
@@ -83,14 +82,12 @@ def last_page(prompt: str) -> int:
 DEVICE_FORK, HOST_FORK = fork("the device fork"), fork("the host fork")
 SCRIPT = [
     *(
-        Step(
-            f"round {i}", PROMPT, "chunk end", last_page(PROMPT) if i else 0, "device" if i else "-"
-        )
+        Step(f"round {i}", PROMPT, last_page(PROMPT) if i else 0, "device" if i else "-")
         for i in range(ROUNDS)
     ),
-    Step("fork", DEVICE_FORK, "interior", FORK, "device"),
-    Step("host repeat", PROMPT, "chunk end", last_page(PROMPT), "host"),
-    Step("host fork", HOST_FORK, "interior", FORK, "host"),
+    Step("fork", DEVICE_FORK, FORK, "device"),
+    Step("host repeat", PROMPT, last_page(PROMPT), "host"),
+    Step("host fork", HOST_FORK, FORK, "host"),
 ]
 
 
@@ -108,15 +105,15 @@ class Row:
 
 
 CHAT_STEPS = [
-    Step("turn 2", "", "answer", demo_chat.BOUNDARY, "device"),
-    Step("turn 2, host", "", "answer", demo_chat.BOUNDARY, "host"),
+    Step("turn 2", "", demo_chat.BOUNDARY, "device"),
+    Step("turn 2, host", "", demo_chat.BOUNDARY, "host"),
 ]
 """Rows of the table that the conversation fills; their reference is the writer, continued."""
 RESTART_STEPS = [
-    Step(demo_restart.WHOLE, PROMPT, "chunk end", last_page(PROMPT), "storage"),
+    Step(demo_restart.WHOLE, PROMPT, last_page(PROMPT), "storage"),
     # All of a prefetch or nothing: what came with the refused record is not used either.
-    Step(demo_restart.FLIPPED, PROMPT, "chunk end", 0, "-"),
-    Step(demo_restart.AFTER, PROMPT, "interior", last_page(PROMPT) - PAGE, "storage"),
+    Step(demo_restart.FLIPPED, PROMPT, 0, "-"),
+    Step(demo_restart.AFTER, PROMPT, last_page(PROMPT) - PAGE, "storage"),
 ]
 """Rows of the table that the second server on a storage fills, in the on-arm only."""
 
@@ -140,7 +137,11 @@ class Progress:
         self._start = time.monotonic()
 
     def __call__(self, text: str) -> None:
-        print(f"[{time.monotonic() - self._start:6.1f} s] {text}", flush=True)
+        print(f"[{self.seconds():6.1f} s] {text}", flush=True)
+
+    def seconds(self) -> float:
+        """Seconds since it was made."""
+        return time.monotonic() - self._start
 
 
 def ask(server: Server, prompt: str) -> tuple[tuple, dict]:
@@ -185,48 +186,53 @@ def arm_server(flag: str, log_path: Path, args: Sequence[str], env: Mapping[str,
 
 def run_arm(flag: str, log_path: Path, poker: Poker, say: Progress) -> Arm:
     """Start one arm's server, run the script and the conversation, stop it."""
-    arm = Arm(flag)
     say(f"arm {flag}: starting the server")
     with arm_server(flag, log_path, (), poker.env) as server:
         say(f"arm {flag}: up after {server.boot_seconds:.0f} s")
-        for prompt in (PROMPT, DEVICE_FORK, HOST_FORK):
-            server.flush_cache()
-            arm.cold[prompt], reply = ask(server, prompt)
-            say(f"arm {flag}: cold, {reply['usage']['prompt_tokens']} tokens")
+        return run_script(flag, server, poker, say)
+
+
+def run_script(flag: str, server: Server, poker: Poker, say: Progress) -> Arm:
+    """Send the script and the conversation to an arm's running server."""
+    arm = Arm(flag)
+    for prompt in (PROMPT, DEVICE_FORK, HOST_FORK):
         server.flush_cache()
-        for i, step in enumerate(SCRIPT):
-            if step.tier == "host":
-                push_out(server)
-            dirty(server, i)
-            before = checks(server.log())
-            answer, reply = ask(server, step.prompt)
-            after = checks(server.log())
-            verified = {name: after[name] - before[name] for name in CHECK_LINES}
-            details = (reply.get("sglext") or {}).get("cached_tokens_details") or {}
-            usage = reply["usage"]
-            arm.rows[step.name] = Row(
-                prompt_tokens=usage["prompt_tokens"],
-                cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
-                source=source(details),
-                verified=min(verified.values()),
-                mismatches=after["failures"] - before["failures"],
-                text_equal=answer[:2] == arm.cold[step.prompt][:2],
-                logprobs_equal=answer[2] == arm.cold[step.prompt][2],
-            )
-            row = arm.rows[step.name]
-            say(
-                f"arm {flag}: {step.name}: cached {row.cached} ({row.source}), "
-                f"{'equal to' if row.logprobs_equal else 'DIFFERS from'} cold"
-            )
-        arm.chat = demo_chat.converse(
-            server,
-            poker,
-            checks,
-            lambda seed: dirty(server, seed),
-            lambda: push_out(server, ("four", "five", "six", "seven")),
-            lambda text: say(f"arm {flag}: {text}"),
+        arm.cold[prompt], reply = ask(server, prompt)
+        say(f"arm {flag}: cold, {reply['usage']['prompt_tokens']} tokens")
+    server.flush_cache()
+    for i, step in enumerate(SCRIPT):
+        if step.tier == "host":
+            push_out(server)
+        dirty(server, i)
+        before = checks(server.log())
+        answer, reply = ask(server, step.prompt)
+        after = checks(server.log())
+        verified = {name: after[name] - before[name] for name in CHECK_LINES}
+        details = (reply.get("sglext") or {}).get("cached_tokens_details") or {}
+        usage = reply["usage"]
+        arm.rows[step.name] = Row(
+            prompt_tokens=usage["prompt_tokens"],
+            cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+            source=source(details),
+            verified=min(verified.values()),
+            mismatches=after["failures"] - before["failures"],
+            text_equal=answer[:2] == arm.cold[step.prompt][:2],
+            logprobs_equal=answer[2] == arm.cold[step.prompt][2],
         )
-        arm.failures = checks(server.log())["failures"]
+        row = arm.rows[step.name]
+        say(
+            f"arm {flag}: {step.name}: cached {row.cached} ({row.source}), "
+            f"{'equal to' if row.logprobs_equal else 'DIFFERS from'} cold"
+        )
+    arm.chat = demo_chat.converse(
+        server,
+        poker,
+        checks,
+        lambda seed: dirty(server, seed),
+        lambda: push_out(server, ("four", "five", "six", "seven")),
+        lambda text: say(f"arm {flag}: {text}"),
+    )
+    arm.failures = checks(server.log())["failures"]
     return arm
 
 
@@ -280,9 +286,14 @@ def source(details: dict) -> str:
     return " + ".join(parts) or "-"
 
 
+def steps_of(on: Arm) -> list[Step]:
+    """The table's rows: those of the restart where there was one."""
+    return [*SCRIPT, *CHAT_STEPS, *(RESTART_STEPS if on.restart is not None else ())]
+
+
 def problems(off: Arm, on: Arm) -> Iterator[str]:
     """What does not hold, in words; nothing when the demo succeeded."""
-    for step in [*SCRIPT, *CHAT_STEPS, *RESTART_STEPS]:
+    for step in steps_of(on):
         row = on.rows[step.name]
         if row.cached != step.hit:
             yield f"{step.name}: the on-arm reused {row.cached} tokens, not {step.hit}"
@@ -308,7 +319,8 @@ def problems(off: Arm, on: Arm) -> Iterator[str]:
         on.chat["continued"].answer
     ):
         yield "the conversation's control failed: noise in the writer's rows changed nothing"
-    yield from restart_problems(on)
+    if on.restart is not None:
+        yield from restart_problems(on)
     if not control(off):
         yield "the negative control failed: the off-arm equals its cold run wherever it reused"
 
@@ -334,18 +346,27 @@ def control(off: Arm) -> bool:
     return any(r.cached > 0 and not (r.logprobs_equal and r.text_equal) for r in off.rows.values())
 
 
-def table(off: Arm, on: Arm) -> str:
-    """The one table."""
+def boundary(step: Step, chunk: int) -> str:
+    """What kind of boundary the step's hit ends at."""
+    if step.hit == 0:
+        return "-"
+    if step in CHAT_STEPS:
+        return "answer"
+    return "interior" if step.hit % chunk else "chunk end"
+
+
+def table(off: Arm, on: Arm, chunk: int = CHUNK) -> str:
+    """The one table, of servers that cut prompts every `chunk` tokens."""
     header = [
         "request", "boundary", "prompt tokens", "cached off", "cached on", "from (on)",
         "restores verified", "mismatches", "output = ref off/on", "logprobs = ref off/on",
     ]  # fmt: skip
     yes = {True: "yes", False: "NO"}
     rows = []
-    for step in [*SCRIPT, *CHAT_STEPS, *RESTART_STEPS]:
+    for step in steps_of(on):
         a, b = off.rows.get(step.name), on.rows[step.name]
         rows.append([
-            step.name, step.kind if step.hit else "-", b.prompt_tokens, a.cached if a else "-",
+            step.name, boundary(step, chunk), b.prompt_tokens, a.cached if a else "-",
             b.cached, b.source, b.verified, b.mismatches,
             f"{yes[a.text_equal] if a else '-'}/{yes[b.text_equal]}",
             f"{yes[a.logprobs_equal] if a else '-'}/{yes[b.logprobs_equal]}",

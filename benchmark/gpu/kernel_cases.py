@@ -212,7 +212,6 @@ def planes(device: torch.device) -> int:
         sums=sums,
         weights=section_weights(4 * rows * words[0], device),
         segment_words=kernels.MAX_SEGMENT_WORDS,
-        at_once=2,
         chunks={0: chunks[0].view(torch.uint8), 3: chunks[1].view(torch.bfloat16)},
     )
     wrong = 0

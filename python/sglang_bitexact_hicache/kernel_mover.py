@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -23,12 +23,11 @@ PART = {WINDOW_POOL: 0, C4_POOL: 1, INDEXER_POOL: 2}
 
 
 class CaptureIndex(NamedTuple):
-    """Where the boundaries of one forward are: int64 ``[5, boundaries]`` on the device (kernels.py);
-    whether any window begins before its chunk, which the host knows; boundaries a program."""
+    """Where the boundaries of one forward are: int64 ``[5, boundaries]`` on the device (kernels.py), and
+    whether any window begins before its chunk, which the host knows."""
 
     where: torch.Tensor
     reads_ring: bool
-    at_once: int
 
 
 class KernelMover(RowMover):
@@ -61,15 +60,15 @@ class KernelMover(RowMover):
         nowhere = self._where(*[[]] * 5)
         layout = self._view.layout
         kinds = dict(zip(layout.ratios, layout.layers, strict=True))
-        for reads_ring, at_once in product((False, True), (1, kernels.BOUNDARIES_AT_ONCE)):
-            index = CaptureIndex(nowhere, reads_ring, at_once)
+        for reads_ring in (False, True):
+            index = CaptureIndex(nowhere, reads_ring)
             for layer in kinds.values():
                 parts = [self._empty_part(ring) for ring in self._rings_of(layer)]
                 self.gather_layer(index, parts)
                 if reads_ring and len(parts) > 1:
                     for part in parts:
                         self.gather_layer(index, [part])
-            self.gather_rings(index)
+        self.gather_rings(index)
         self.scatter([], [], [])
 
     def _rings_of(self, layer: int) -> list[Ring]:
@@ -108,8 +107,7 @@ class KernelMover(RowMover):
             [s.chunk_row for s in sources],
         )
         self._staging.checksums.index_fill_(0, where[0], 0)
-        at_once = 1 if len(sources) == 1 else kernels.BOUNDARIES_AT_ONCE
-        return CaptureIndex(where, any(s.reads_ring for s in sources), at_once)
+        return CaptureIndex(where, any(s.reads_ring for s in sources))
 
     def gather_layer(self, index: CaptureIndex, parts: Sequence[Part]) -> None:
         """As RowMover, one launch. Raises ValueError unless the parts lie next to each other in the
@@ -121,7 +119,6 @@ class KernelMover(RowMover):
             sums=self._staging.checksums,
             weights=self._weights,
             segment_words=self._segment,
-            at_once=index.at_once,
             chunks={PART[part.ring.section.pool]: part.chunk for part in parts},
             narrow_state=any(p.chunk.dtype != p.ring.buffer.dtype for p in parts),
             reads_ring=index.reads_ring,
@@ -145,7 +142,6 @@ class KernelMover(RowMover):
             sums=self._staging.checksums,
             weights=self._weights,
             segment_words=self._segment,
-            at_once=index.at_once,
         )
 
     def scatter(self, rows: Sequence[int], boundaries: Sequence[int], slots: Sequence[int]) -> None:

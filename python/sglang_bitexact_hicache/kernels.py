@@ -21,11 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_SEGMENTS = 32
-"""Segments of a block: 4 KiB where a segment is full."""
-
-BOUNDARIES_AT_ONCE = 4
-"""Boundaries whose rows of a block one program gathers, where there are several."""
+BLOCK_SEGMENTS = 64
+"""Segments of a block: 8 KiB where a segment is full."""
 
 MAX_SEGMENT_WORDS = 32
 """Words of a segment at most: a line of the caches."""
@@ -37,35 +34,26 @@ FIELDS = tl.constexpr(8)
 
 
 @triton.jit
-def _boundaries(where, boundaries, column, AT_ONCE: tl.constexpr):
-    """One column of the boundaries that this program moves, int32; 0 beyond the last."""
-    number = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
-    return tl.load(where + column * boundaries + number, mask=number < boundaries, other=0)
-
-
-@triton.jit
 def _ring_rows(entry, request, boundary, BLOCK: tl.constexpr, WORDS: tl.constexpr):
-    """Of the block ``[segments]``: their numbers, which are inside; ``[boundaries, segments]``: their
-    positions, columns, and pointers into the ring."""
+    """(segments, which are inside, their positions and columns, pointers into the ring)."""
     ring = tl.load(entry).to(tl.pointer_type(tl.int32))
     size = tl.load(entry + 1).to(tl.int32)
     rows = tl.load(entry + 2).to(tl.int32)
     row_segments = tl.load(entry + 3).to(tl.int32)
     segment = tl.load(entry + 4).to(tl.int32) + tl.arange(0, BLOCK)
     row = segment // row_segments
-    column = ((segment - row * row_segments) * WORDS)[None, :]
-    position = (boundary - rows)[:, None] + row[None, :]
-    at = (request[:, None] * size + position % size).to(tl.int64) * (row_segments * WORDS) + column
+    column = (segment - row * row_segments) * WORDS
+    position = boundary - rows + row
+    at = (request * size + position % size).to(tl.int64) * (row_segments * WORDS) + column
     return segment, segment < rows * row_segments, position, column, ring + at
 
 
 @triton.jit
 def _load(rows, mask, ALIGNED: tl.constexpr, WORDS: tl.constexpr):
-    """Segments that begin where `rows` points, ``[boundaries, segments, words]``."""
+    """Segments that begin where `rows` points, ``[segments, words]``."""
     if ALIGNED:
-        rows = tl.multiple_of(rows, (1, 16))
-    lane = tl.arange(0, WORDS)[None, None, :]
-    return tl.load(rows[:, :, None] + lane, mask=mask[:, :, None], other=0)
+        rows = tl.multiple_of(rows, 16)
+    return tl.load(rows[:, None] + tl.arange(0, WORDS)[None, :], mask=mask[:, None], other=0)
 
 
 @triton.jit
@@ -81,9 +69,9 @@ def _bf16_bits(bits):
 @triton.jit
 def _load_narrowed(rows, mask, WORDS: tl.constexpr):
     """Segments of a bf16 ring out of the fp32 elements where `rows` points: two make a word."""
-    pairs = rows[:, :, None] + 2 * tl.arange(0, WORDS)[None, None, :]
-    low = tl.load(pairs, mask=mask[:, :, None], other=0)
-    high = tl.load(pairs + 1, mask=mask[:, :, None], other=0)
+    pairs = rows[:, None] + 2 * tl.arange(0, WORDS)[None, :]
+    low = tl.load(pairs, mask=mask[:, None], other=0)
+    high = tl.load(pairs + 1, mask=mask[:, None], other=0)
     return _bf16_bits(low) | (_bf16_bits(high) << 16)
 
 
@@ -111,23 +99,17 @@ def _gather(
     ALIGNED: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
-    AT_ONCE: tl.constexpr,
 ):
-    """One block of some boundaries: rows of the chunk or the ring to staging, and their checksums.
-
-    Several boundaries share a block's weights, which are twice the bytes of its rows.
-    """
+    """One block of one boundary: rows of the chunk or the ring to staging, and their checksum."""
     entry = table + tl.program_id(0) * FIELDS
-    number = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
-    slot = _boundaries(where, boundaries, 0, AT_ONCE)
-    request = _boundaries(where, boundaries, 1, AT_ONCE).to(tl.int32)
-    boundary = _boundaries(where, boundaries, 2, AT_ONCE).to(tl.int32)
-    segment, in_block, position, column, old = _ring_rows(entry, request, boundary, BLOCK, WORDS)
-    inside = (number < boundaries)[:, None] & in_block[None, :]
+    at = where + tl.program_id(1)
+    slot = tl.load(at)
+    request = tl.load(at + boundaries).to(tl.int32)
+    boundary = tl.load(at + 2 * boundaries).to(tl.int32)
+    segment, inside, position, column, old = _ring_rows(entry, request, boundary, BLOCK, WORDS)
     if FROM_CHUNK:
-        start = _boundaries(where, boundaries, 3, AT_ONCE).to(tl.int32)[:, None]
-        flat = _boundaries(where, boundaries, 4, AT_ONCE)[:, None]
-        row = (flat + position - start).to(tl.int64)
+        start = tl.load(at + 3 * boundaries).to(tl.int32)
+        row = (tl.load(at + 4 * boundaries) + position - start).to(tl.int64)
         part = tl.load(entry + 7)
         chunk = chunk0.to(tl.pointer_type(tl.int32))
         stride = stride0
@@ -152,16 +134,16 @@ def _gather(
             value = _load(chunk + row * stride + column, computed, ALIGNED, WORDS)
         if READS_RING:
             kept = inside & (position < start)
-            value = tl.where(kept[:, :, None], _load(old, kept, ALIGNED, WORDS), value)
+            value = tl.where(kept[:, None], _load(old, kept, ALIGNED, WORDS), value)
     else:
         value = _load(old, inside, ALIGNED, WORDS)
-    word = (segment * WORDS)[None, :, None] + tl.arange(0, WORDS)[None, None, :]
-    weight = tl.load(weights + word, mask=in_block[None, :, None], other=0)
-    into = staging + (slot * staging_stride + tl.load(entry + 5))[:, None, None]
-    tl.store(into + word, value, mask=inside[:, :, None])
-    total = tl.sum(tl.sum(value.to(tl.int64) * weight, axis=2), axis=1)
-    sum_at = sums + slot * sums_stride + tl.load(entry + 6)
-    tl.atomic_add(sum_at, total, mask=number < boundaries, sem="relaxed")
+    lane = tl.arange(0, WORDS)
+    word = (segment * WORDS)[:, None] + lane[None, :]
+    weight = tl.load(weights + word, mask=inside[:, None], other=0)
+    into = staging + slot * staging_stride + tl.load(entry + 5)
+    tl.store(into + word, value, mask=inside[:, None])
+    total = tl.sum(value.to(tl.int64) * weight)
+    tl.atomic_add(sums + slot * sums_stride + tl.load(entry + 6), total, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["boundaries"])
@@ -177,17 +159,16 @@ def _scatter(
 ):
     """One block of one boundary: rows of staging to the ring."""
     entry = table + tl.program_id(0) * FIELDS
-    slot = _boundaries(where, boundaries, 0, 1)
-    request = _boundaries(where, boundaries, 1, 1).to(tl.int32)
-    boundary = _boundaries(where, boundaries, 2, 1).to(tl.int32)
+    at = where + tl.program_id(1)
+    slot = tl.load(at)
+    request = tl.load(at + boundaries).to(tl.int32)
+    boundary = tl.load(at + 2 * boundaries).to(tl.int32)
     segment, inside, _, _, target = _ring_rows(entry, request, boundary, BLOCK, WORDS)
-    inside = inside[None, :]
-    offset = (segment * WORDS)[None, :] + (slot * staging_stride + tl.load(entry + 5))[:, None]
-    value = _load(staging + offset, inside, ALIGNED, WORDS)
+    source = staging + slot * staging_stride + tl.load(entry + 5) + segment * WORDS
+    value = _load(source, inside, ALIGNED, WORDS)
     if ALIGNED:
-        target = tl.multiple_of(target, (1, 16))
-    lane = tl.arange(0, WORDS)[None, None, :]
-    tl.store(target[:, :, None] + lane, value, mask=inside[:, :, None])
+        target = tl.multiple_of(target, 16)
+    tl.store(target[:, None] + tl.arange(0, WORDS)[None, :], value, mask=inside[:, None])
 
 
 def gather(
@@ -198,7 +179,6 @@ def gather(
     sums: torch.Tensor,
     weights: torch.Tensor,
     segment_words: int,
-    at_once: int,
     chunks: Mapping[int, torch.Tensor] | None = None,
     narrow_state: bool = False,
     reads_ring: bool = True,
@@ -211,7 +191,6 @@ def gather(
         sums: int64 ``[slots, sections]``, zero where it is added to.
         weights: int64, at least as many as the largest section has words (checksum.py).
         segment_words: words of a segment, a power of two that divides every row.
-        at_once: boundaries that one program gathers, a power of two.
         chunks: by part, ``[tokens, row]``, elements of a row contiguous, rows of whole words; None:
             every row is in a ring.
         narrow_state: the chunks but the first are fp32 and their rings bf16.
@@ -227,7 +206,7 @@ def gather(
             row_bytes = chunk.stride(0) * chunk.element_size()
             aligned &= (chunk.data_ptr() | row_bytes) % (4 * ALIGNED_WORDS) == 0
             operands += [chunk, row_bytes // 4]
-    _gather[(table.shape[0], triton.cdiv(where.shape[1], at_once))](
+    _gather[(table.shape[0], where.shape[1])](
         table,
         where,
         where.shape[1],
@@ -243,7 +222,6 @@ def gather(
         ALIGNED=aligned,
         WORDS=segment_words,
         BLOCK=BLOCK_SEGMENTS,
-        AT_ONCE=at_once,
     )
 
 

@@ -1,8 +1,8 @@
 """Adds the .pth file that pyproject.toml cannot express.
 
 A data file lands below ``sys.prefix``, so naming site-packages relative to the prefix puts the
-file where Python reads .pth files. It runs one import at interpreter start: see
-``dsv4_reference_platform.torchvision_shim``.
+file where Python reads .pth files. It runs two imports at interpreter start: see
+``dsv4_reference_platform.torchvision_shim`` and ``dsv4_reference_platform.sgl_kernel_shim``.
 """
 
 import os

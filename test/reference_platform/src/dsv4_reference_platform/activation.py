@@ -3,6 +3,8 @@
 Both do nothing unless ``SGLANG_PLATFORM=dsv4_reference`` names this platform, so the
 distribution may stay installed beside a normal SGLang. SGLang calls ``activate`` when it looks
 for its platform and ``register`` when it loads general plugins, in every process of a server.
+
+``DSV4_REFERENCE_DEVICE=cuda`` asks for the platform's variant on an NVIDIA GPU (cuda_platform.py).
 """
 
 from __future__ import annotations
@@ -10,6 +12,12 @@ from __future__ import annotations
 import os
 
 PLATFORM_NAME = "dsv4_reference"
+DEVICE_VARIABLE = "DSV4_REFERENCE_DEVICE"
+
+_CLASSES = {
+    "cpu": "dsv4_reference_platform.cpu_platform:ReferenceCpuPlatform",
+    "cuda": "dsv4_reference_platform.cuda_platform:ReferenceCudaPlatform",
+}
 
 
 def selected() -> bool:
@@ -17,11 +25,23 @@ def selected() -> bool:
     return os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME
 
 
+def device() -> str:
+    """The device that the platform runs on, ``cpu`` by default.
+
+    Raises:
+        ValueError: ``DSV4_REFERENCE_DEVICE`` names another device than ``cpu`` and ``cuda``.
+    """
+    name = os.environ.get(DEVICE_VARIABLE, "cpu")
+    if name not in _CLASSES:
+        raise ValueError(f"{DEVICE_VARIABLE}={name!r}: it is one of {sorted(_CLASSES)}")
+    return name
+
+
 def activate() -> str | None:
     """Entry point of the group ``sglang.srt.platforms``: the platform class by name, or None."""
     if not selected():
         return None
-    return "dsv4_reference_platform.cpu_platform:ReferenceCpuPlatform"
+    return _CLASSES[device()]
 
 
 def register() -> None:

@@ -6,14 +6,21 @@ every name in a loaded SGLang module that was bound to the same object earlier (
 f``). The rest of the module is what is not a kernel: the gates that ask for HIP, the rope
 factory, host memory registration, dummy weights.
 
+On an NVIDIA GPU SGLang's own kernels stay, Triton and JIT-compiled ones, and only ``_install_cuda`` and
+the HiCache copy that stock takes from sgl_kernel are put in. ``DSV4_REFERENCE_KERNELS`` names kernels of
+the table (``attention.store_swa_into_unified,...`` or whole modules: ``attention``) to replace there
+too, to find out which one of stock's is at fault when something is.
+
 Nothing here replaces a function of the request path above the kernels (scheduler, memory pools,
 cache tree, attention backend methods): those run as they are in production.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import os
 import pkgutil
 import socket
 import sys
@@ -23,7 +30,7 @@ from typing import Any
 
 import torch
 
-from dsv4_reference_platform import invariant, weights
+from dsv4_reference_platform import activation, invariant, weights
 
 _OPS = "sglang.kernels.ops"
 _DSV4 = f"{_OPS}.attention.dsv4"
@@ -90,6 +97,12 @@ _TRANSFER_USERS = (
     "sglang.srt.mem_cache.pool_host.dsa",
 )
 
+# The only one that reads and writes tensors of two devices; the rest take raw addresses, or pools that
+# lie in one memory.
+_CUDA_TRANSFERS = ("transfer_kv_direct",)
+
+KERNELS_VARIABLE = "DSV4_REFERENCE_KERNELS"
+
 _installed = False
 
 
@@ -98,13 +111,18 @@ def install() -> None:
 
     Raises:
         AttributeError, ImportError: this SGLang has no such name (wrong version).
+        ValueError: ``DSV4_REFERENCE_KERNELS`` names a kernel that is not in ``KERNELS``.
     """
     global _installed
     if _installed:
         return
     _installed = True
-    invariant.install()
     open_unified_kv_gate()
+    if activation.device() == "cuda":
+        _install_cuda()
+    else:
+        invariant.install()
+        _no_host_registration()
     _install_kernels()
     _install_transfers()
     _install_model_shims()
@@ -189,37 +207,95 @@ def rebind(target: str, ours: Callable[..., Any]) -> None:
 
 
 def not_installed() -> list[str]:
-    """Targets of ``KERNELS`` that do not lead to this distribution's function in this process."""
+    """Targets of ``replaced_kernels`` that do not lead to this distribution's function in this
+    process."""
     wrong = []
-    for target, ours in KERNELS.items():
+    for target, ours in replaced_kernels().items():
         found = pkgutil.resolve_name(target)
-        if found is not pkgutil.resolve_name(f"{_OURS}.{ours}"):
+        if getattr(found, "__wrapped__", found) is not pkgutil.resolve_name(f"{_OURS}.{ours}"):
             wrong.append(target)
     return wrong
 
 
+def replaced_kernels() -> dict[str, str]:
+    """The part of ``KERNELS`` that is installed: all of it on a CPU, what was asked for on a GPU."""
+    if activation.device() == "cpu":
+        return KERNELS
+    asked = [name for name in os.environ.get(KERNELS_VARIABLE, "").split(",") if name]
+    chosen = {
+        target: ours
+        for target, ours in KERNELS.items()
+        if ours in asked or ours.partition(".")[0] in asked
+    }
+    known = {*KERNELS.values(), *(ours.partition(".")[0] for ours in KERNELS.values())}
+    if unknown := sorted(set(asked) - known):
+        raise ValueError(f"{KERNELS_VARIABLE}: no such kernels: {unknown}")
+    return chosen
+
+
 def _install_kernels() -> None:
-    for target, ours in KERNELS.items():
-        rebind(target, pkgutil.resolve_name(f"{_OURS}.{ours}"))
+    for target, ours in replaced_kernels().items():
+        kernel = pkgutil.resolve_name(f"{_OURS}.{ours}")
+        rebind(target, kernel if activation.device() == "cpu" else _on_cuda(kernel))
+
+
+def _on_cuda(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernel`` with its new tensors on the GPU: the kernels are written for the default device."""
+
+    @functools.wraps(kernel)
+    def on_cuda(*args: Any, **kwargs: Any) -> Any:
+        with torch.device("cuda"):
+            return kernel(*args, **kwargs)
+
+    return on_cuda
+
+
+def _install_cuda() -> None:
+    """Choose among SGLang's own kernels, where it would take one that is not here or does not fit."""
+    for module in ("paged_decode", "runtime"):
+        rebind(f"{_UNIFIED}.{module}._cu_count", _multiprocessors)
+    # The Triton port of the tilelang kernel; only this module's view of the device changes.
+    importlib.import_module(f"{_OPS}.layernorm.mhc").is_gfx1250_supported = lambda: True
+    # ROCm's: the JIT-compiled one for CUDA takes fp32 router logits only.
+    triton_hash_topk = importlib.import_module(f"{_OPS}.moe.triton_hash_topk")
+    rebind(f"{_OPS}.moe.dsv4.hash_topk", triton_hash_topk.hash_topk_triton)
+    # The JIT-compiled one returns the selected rows in another order each time, and the attention adds
+    # them in the order of the list: no two runs of a long prompt would be equal.
+    indexer = importlib.import_module("sglang.srt.layers.attention.dsv4.indexer")
+    rebind(f"{_DSV4}.topk.topk_transform_paged", indexer.topk_transform_pytorch_vectorized)
+
+
+@functools.cache
+def _multiprocessors() -> int:
+    """Stands for ``_cu_count``, which asks aiter for the compute units of the GPU."""
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 def _install_transfers() -> None:
     transfer = importlib.import_module(f"{_OURS}.transfer_kv")
-    kernels = {name: f for name, f in vars(transfer).items() if name.startswith("transfer_kv_")}
+    kernels = {
+        name: kernel
+        for name, kernel in vars(transfer).items()
+        if name.startswith("transfer_kv_")
+        and (activation.device() == "cpu" or name in _CUDA_TRANSFERS)
+    }
     for user in _TRANSFER_USERS:
         module = importlib.import_module(user)
         for name, kernel in kernels.items():
             setattr(module, name, kernel)
-    # There is no device to register host memory with.
-    rebind("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _no_host_registration)
+
+
+def _no_host_registration() -> None:
+    """Keep host pools in ordinary memory: there is no device to register it with."""
+    rebind("sglang.srt.mem_cache.pool_host.common._cuda_host_register", _leave_pageable)
     rebind(
         "sglang.srt.mem_cache.memory_pool_host.DeepSeekV4PagedHostPool.get_dummy_flat_data_page",
         _pageable_page,
     )
 
 
-def _no_host_registration(*_args: Any, **_kwargs: Any) -> None:
-    """Stands for ``_cuda_host_register``: host memory stays ordinary memory."""
+def _leave_pageable(*_args: Any, **_kwargs: Any) -> None:
+    """Stands for ``_cuda_host_register``."""
 
 
 def _pageable_page(pool: Any) -> torch.Tensor:

@@ -8,6 +8,8 @@ Used by the demo and by the tests::
         print(answer.ids, answer.logprobs, answer.cached_tokens)
         s.flush_cache()
 
+With ``DSV4_REFERENCE_DEVICE=cuda`` in this process's environment, on the NVIDIA GPU (cuda_platform.py).
+
 No SGLang import here: the client side needs the standard library only.
 """
 
@@ -28,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dsv4_reference_platform import activation
 from dsv4_reference_platform.watchdog import PARENT_VARIABLE
 
 MODEL_PATH = Path(__file__).parent / "model"
@@ -52,10 +55,12 @@ PLATFORM_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
-# What the platform needs; nothing here is about HiCache or the feature.
+# On a GPU, beside the above: no inductor, whose compilations would take longer than the requests.
+CUDA_ENV = {"TORCH_COMPILE_DISABLE": "1"}
+
+# What the platform needs, beside its device; nothing here is about HiCache or the feature.
 PLATFORM_ARGS = (
     "--load-format", "dummy",
-    "--device", "cpu",
     "--attention-backend", "dsv4",
     "--page-size", "256",
     "--dsa-topk-backend", "torch",
@@ -65,7 +70,10 @@ PLATFORM_ARGS = (
     "--sleep-on-idle",
 )  # fmt: skip
 
-# The flags of the request that apply on one CPU rank.
+# On a GPU, beside the above: the platform has no graph runner.
+CUDA_ARGS = ("--disable-cuda-graph",)
+
+# The flags of the request that apply on one rank.
 REQUEST_ARGS = (
     "--swa-full-tokens-ratio", "0.1",
     "--enable-cache-report",
@@ -86,7 +94,8 @@ SIZE_ARGS = (
 
 def server_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a server: this process's, the platform's, then ``extra``."""
-    return {**os.environ, **PLATFORM_ENV, **(extra or {})}
+    cuda = CUDA_ENV if activation.device() == "cuda" else {}
+    return {**os.environ, **PLATFORM_ENV, **cuda, **(extra or {})}
 
 
 def server_argv(port: int, args: Sequence[str] = (), *, hicache: bool = True) -> list[str]:
@@ -102,7 +111,9 @@ def server_argv(port: int, args: Sequence[str] = (), *, hicache: bool = True) ->
         "--model-path", str(MODEL_PATH),
         "--host", "127.0.0.1",
         "--port", str(port),
+        "--device", activation.device(),
         *PLATFORM_ARGS,
+        *(CUDA_ARGS if activation.device() == "cuda" else ()),
         *SIZE_ARGS,
         *(REQUEST_ARGS if hicache else ()),
         *args,

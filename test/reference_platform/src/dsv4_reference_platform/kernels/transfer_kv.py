@@ -1,5 +1,8 @@
 """Host <-> device copies of HiCache (``sgl_kernel.kvcacheio``), for pools that both lie in RAM.
 
+``transfer_kv_direct``, the one of the io backend ``direct`` with the layout layer_first, also copies
+between pinned RAM and a GPU.
+
 Layouts of the host side: layer_first (one buffer per layer, like the device), page_first (all
 layers of a token together) and page_first_direct (all layers of a page together). Sizes named
 ``*_size`` and ``*_layout_dim`` are bytes. A ``*_layers`` argument of the kernel family is a tensor
@@ -179,12 +182,16 @@ def transfer_kv_direct(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Whole pages, layer_first on both sides; of each page only the first index is read."""
-    offsets = torch.arange(page_size)
-    src_rows = (_page_starts(src_indices, page_size).unsqueeze(1) + offsets).reshape(-1)
-    dst_rows = (_page_starts(dst_indices, page_size).unsqueeze(1) + offsets).reshape(-1)
+    """Whole pages, layer_first on both sides; of each page only the first index is read.
+
+    The indices lie on the CPU. On a GPU each page is one asynchronous copy on the current stream.
+    """
+    src_pages = _page_starts(src_indices, page_size).tolist()
+    dst_pages = _page_starts(dst_indices, page_size).tolist()
     for src, dst in zip(src_layers, dst_layers, strict=True):
-        dst[dst_rows] = src[src_rows]
+        for src_row, dst_row in zip(src_pages, dst_pages, strict=True):
+            page = src[src_row : src_row + page_size]
+            dst[dst_row : dst_row + page_size].copy_(page, non_blocking=True)
 
 
 def transfer_kv_all_layer_direct_lf_pf(

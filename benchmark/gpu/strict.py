@@ -34,21 +34,30 @@ class Waited(RuntimeError):
     """Code of ours waited for the device."""
 
 
-@contextmanager
-def strict() -> Iterator[None]:
-    """The scope of code of ours."""
-    global _inside
-    if _relaxed:
-        yield
-        return
-    _inside = True
-    _asked.clear()
-    torch._C._cuda_set_sync_debug_mode(_ERROR)
-    try:
-        yield
-    finally:
-        torch._C._cuda_set_sync_debug_mode(_OFF)
-        _inside = False
+class _Section:
+    """The scope of code of ours. Not a generator: it is entered in what is timed."""
+
+    def __enter__(self) -> None:
+        global _inside
+        if _relaxed:
+            return
+        _inside = True
+        _asked.clear()
+        torch._C._cuda_set_sync_debug_mode(_ERROR)
+
+    def __exit__(self, *_: object) -> None:
+        global _inside
+        if _inside:
+            torch._C._cuda_set_sync_debug_mode(_OFF)
+            _inside = False
+
+
+_section = _Section()
+
+
+def strict() -> _Section:
+    """`with strict():` is the scope of code of ours. Not to be nested."""
+    return _section
 
 
 @contextmanager

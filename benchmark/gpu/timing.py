@@ -1,9 +1,9 @@
 """How time is taken.
 
 *Device time*: events around the work on the current stream, behind a kernel that outlasts the launching
-of all of it: the stream never waits for a launch, as under the overlap schedule with work queued. A driver
-queues about a thousand launches; a whole forward is more, so it is replayed from a graph (`Graphed`), or
-takes longer than its launching by itself.
+of all of it: the stream never waits for a launch, as under the overlap schedule with work queued. A
+driver queues about a thousand launches; a whole forward is more, so it is replayed from a graph
+(`Graphed`), or takes longer than its launching by itself.
 *Latency*: the same events on an idle device: what the host takes to launch counts.
 Values are medians; compared arms take turns.
 """

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import torch
 
 from sglang_bitexact_hicache import kernels
-from sglang_bitexact_hicache.checksum import section_checksums, section_weights
+from sglang_bitexact_hicache.checksum import section_checksums
 from sglang_bitexact_hicache.device_view import DeviceView
 from sglang_bitexact_hicache.gather import Source
 from sglang_bitexact_hicache.kernel_mover import KernelMover
@@ -210,7 +210,6 @@ def planes(device: torch.device) -> int:
         torch.tensor(columns, device=device).T.contiguous(),
         staging=staging,
         sums=sums,
-        weights=section_weights(4 * rows * words[0], device),
         segment_words=kernels.MAX_SEGMENT_WORDS,
         chunks={0: chunks[0].view(torch.uint8), 3: chunks[1].view(torch.bfloat16)},
     )

@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from sglang_bitexact_hicache import checksum
 from sglang_bitexact_hicache.constants import STATE_ROWS
-from sglang_bitexact_hicache.device_view import DeviceView, Ring
+from sglang_bitexact_hicache.device_view import Ring
 from sglang_bitexact_hicache.gather import Source
 from sglang_bitexact_hicache.pipeline import RecordPipeline
 from sglang_bitexact_hicache.row_mover import Part
@@ -50,11 +49,6 @@ class CapturePlan:
 
 class CapturePipeline(RecordPipeline):
     """Device side of capture; see the module's docstring."""
-
-    def __init__(self, view: DeviceView, *args: Any, **kwargs: Any) -> None:
-        for rings in view.rings.values():
-            checksum.prepare(rings[0].section.nbytes, view.device)
-        super().__init__(view, *args, **kwargs)
 
     def begin(self, sources: Sequence[Source]) -> CapturePlan:
         """Take staging for the boundaries of a forward (at most `staging.slots`), before it runs.

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from sglang_bitexact_hicache import kernels
-from sglang_bitexact_hicache.checksum import section_weights
 from sglang_bitexact_hicache.device_view import DeviceView, Ring
 from sglang_bitexact_hicache.gather import Source, to_device
 from sglang_bitexact_hicache.layout import C4_POOL, INDEXER_POOL, WINDOW_POOL
@@ -51,8 +50,6 @@ class KernelMover(RowMover):
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
         self._words = staging.memory.view(torch.int32)
         self._table = torch.tensor(table, dtype=torch.int64).to(view.device)
-        largest = max(ring.section.nbytes for ring in by_layer)
-        self._weights = section_weights(largest, view.device)
         self._compile()
 
     def _compile(self) -> None:
@@ -117,7 +114,6 @@ class KernelMover(RowMover):
             index.where,
             staging=self._words,
             sums=self._staging.checksums,
-            weights=self._weights,
             segment_words=self._segment,
             chunks={PART[part.ring.section.pool]: part.chunk for part in parts},
             narrow_state=any(p.chunk.dtype != p.ring.buffer.dtype for p in parts),
@@ -140,7 +136,6 @@ class KernelMover(RowMover):
             index.where,
             staging=self._words,
             sums=self._staging.checksums,
-            weights=self._weights,
             segment_words=self._segment,
         )
 

@@ -21,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_bitexact_hicache import checksum
+
 BLOCK_SEGMENTS = 32
 """Segments of a block: 4 KiB where a segment is full."""
 
@@ -35,6 +37,9 @@ ALIGNED_WORDS = 4
 """Words that one thread moves at once where every row begins at a multiple of that."""
 
 FIELDS = tl.constexpr(8)
+MULTIPLIER = tl.constexpr(checksum.MULTIPLIER)
+SECOND_MULTIPLIER = tl.constexpr(checksum.SECOND_MULTIPLIER)
+SHIFT = tl.constexpr(checksum.SHIFT)
 
 
 @triton.jit
@@ -79,6 +84,14 @@ def _load_narrowed(rows, mask, WORDS: tl.constexpr):
     return _bf16_bits(low) | (_bf16_bits(high) << 16)
 
 
+@triton.jit
+def _weights(word):
+    """checksum.weights of word positions, int32."""
+    x = (word + 1).to(tl.uint32) * MULTIPLIER
+    x = (x ^ (x >> SHIFT)) * SECOND_MULTIPLIER
+    return ((x ^ (x >> SHIFT)) | 1).to(tl.int32, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["boundaries", "stride0", "stride1", "stride2", "stride3"])
 def _gather(
     table,
@@ -88,7 +101,6 @@ def _gather(
     staging_stride,
     sums,
     sums_stride,
-    weights,
     chunk0,
     stride0,
     chunk1,
@@ -143,10 +155,9 @@ def _gather(
         value = _load(old, inside, ALIGNED, WORDS)
     lane = tl.arange(0, WORDS)
     word = (segment * WORDS)[:, None] + lane[None, :]
-    weight = tl.load(weights + word, mask=inside[:, None], other=0)
     into = staging + slot * staging_stride + tl.load(entry + 5)
     tl.store(into + word, value, mask=inside[:, None])
-    total = tl.sum(value.to(tl.int64) * weight)
+    total = tl.sum(value.to(tl.int64) * _weights(word).to(tl.int64))
     tl.atomic_add(sums + slot * sums_stride + tl.load(entry + 6), total, sem="relaxed")
 
 
@@ -181,7 +192,6 @@ def gather(
     *,
     staging: torch.Tensor,
     sums: torch.Tensor,
-    weights: torch.Tensor,
     segment_words: int,
     chunks: Mapping[int, torch.Tensor] | None = None,
     narrow_state: bool = False,
@@ -193,7 +203,6 @@ def gather(
         table, where: see the module's docstring.
         staging: int32 ``[slots, words of a record]``.
         sums: int64 ``[slots, sections]``, zero where it is added to.
-        weights: int64, at least as many as the largest section has words (checksum.py).
         segment_words: words of a segment, a power of two that divides every row.
         chunks: by part, ``[tokens, row]``, elements of a row contiguous, rows of whole words; None:
             every row is in a ring.
@@ -218,7 +227,6 @@ def gather(
         staging.stride(0),
         sums,
         sums.stride(0),
-        weights,
         *operands,
         FROM_CHUNK=chunks is not None,
         READS_RING=reads_ring,

@@ -74,6 +74,7 @@ def make_view(device: torch.device) -> DeviceView:
     return DeviceView(
         SimpleNamespace(
             unified_kv_pool=SimpleNamespace(get_unified_kv=windows.__getitem__),
+            _unified_kv_fp8=False,
             _stage_start=0,
             _stage_end=len(RATIOS),
             compression_ratios=RATIOS,
@@ -125,7 +126,7 @@ class Bench:
         for layer in range(len(RATIOS)):
             for ring in states.get(layer, ()):
                 self.capture.gather_state(plan, ring, self.chunks[ring.section.index])
-            self.capture.gather_window(plan, layer, self.chunks[layer])
+            self.capture.gather_window(plan, layer, [self.chunks[layer]])
         return self.capture.finish(plan, slots, after)
 
     def scramble(self) -> None:

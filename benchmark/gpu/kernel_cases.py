@@ -19,7 +19,6 @@ from types import SimpleNamespace
 
 import torch
 
-from sglang_bitexact_hicache import kernels
 from sglang_bitexact_hicache.checksum import section_checksums
 from sglang_bitexact_hicache.device_view import DeviceView
 from sglang_bitexact_hicache.gather import Source
@@ -30,6 +29,8 @@ from sglang_bitexact_hicache.staging import DeviceStaging
 
 RATIOS = (0, 4, 128, 4)
 REQUESTS = 6
+ROPE = 64
+"""Elements of a rope row, where a window has two planes."""
 SLOTS = 5
 """Staging slots: more than the boundaries of any case."""
 
@@ -62,10 +63,14 @@ class World:
         state_dtype: torch.dtype = torch.float32,
         head: int = 64,
         gap: int = 0,
+        fp8: bool = False,
     ) -> None:
         self._random = torch.Generator(device).manual_seed(5)
         self.device = device
-        windows = [self._noise((REQUESTS + 1) * ring, head, torch.bfloat16) for _ in RATIOS]
+        rows = (REQUESTS + 1) * ring
+        dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+        windows = [self._noise(rows, head, dtype) for _ in RATIOS]
+        ropes = [self._noise(rows, ROPE, torch.bfloat16) for _ in RATIOS]
 
         def states(width: int) -> list:
             return [
@@ -82,7 +87,10 @@ class World:
 
         self.view = DeviceView(
             SimpleNamespace(
-                unified_kv_pool=SimpleNamespace(get_unified_kv=windows.__getitem__),
+                unified_kv_pool=SimpleNamespace(
+                    get_unified_kv=windows.__getitem__, get_unified_kv_rope=ropes.__getitem__
+                ),
+                _unified_kv_fp8=fp8,
                 _stage_start=0,
                 _stage_end=len(RATIOS),
                 compression_ratios=RATIOS,
@@ -100,13 +108,17 @@ class World:
             ring.section.index: self._noise(
                 800,
                 ring.buffer.shape[1] + gap,
-                torch.bfloat16 if pool == WINDOW_POOL else torch.float32,
+                ring.buffer.dtype if pool == WINDOW_POOL else torch.float32,
             )[:, gap:]
             for pool in POOLS
             for ring in self.view.rings[pool]
         }
 
     def _noise(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        if dtype.itemsize == 1:
+            shape = (rows, width)
+            noise = torch.randint(256, shape, generator=self._random, device=self.device)
+            return noise.to(torch.uint8).view(dtype)
         return torch.randn(rows, width, generator=self._random, device=self.device).to(dtype)
 
     def captured(self, sources: Sequence[Source], layers: bool, mover: RowMover) -> torch.Tensor:
@@ -159,6 +171,7 @@ def cases(device: torch.device) -> dict[str, int]:
         "as the model": World(device, head=512),
         "long rings": World(device, ring=131, state_ring=16),
         "bf16 states": World(device, state_dtype=torch.bfloat16),
+        "fp8 rows": World(device, head=512, fp8=True),
         "narrow rows": World(device, head=20),
         "chunks that are views": World(device, gap=8),
         "chunks that are not aligned": World(device, gap=6),
@@ -171,71 +184,13 @@ def cases(device: torch.device) -> dict[str, int]:
         world.staging.memory.copy_(torch.randint_like(world.staging.memory, 256))
         for what, restores in (("restores", DECODED), ("restore of one", DECODED[:1])):
             found[f"{name}: {what}"] = compare(partial(world.restored, restores), world)
-    found["fp8 planes"] = planes(device)
     return found
-
-
-def planes(device: torch.device) -> int:
-    """Two planes of a window, 512-byte and 128-byte rows, as plain bytes; bytes and sums that differ."""
-    random = torch.Generator(device).manual_seed(9)
-    rows, ring = 128, 131
-    words = (128, 32)
-    rings, chunks = (
-        [
-            torch.randint(
-                -(2**31), 2**31, (n, w), generator=random, device=device, dtype=torch.int64
-            ).to(torch.int32)
-            for w in words
-        ]
-        for n in (REQUESTS * ring, 700)
-    )
-    table, offset = [], 0
-    for plane, width in enumerate(words):
-        segments = width // kernels.MAX_SEGMENT_WORDS
-        for first in range(0, rows * segments, kernels.BLOCK_SEGMENTS):
-            table.append(
-                [rings[plane].data_ptr(), ring, rows, segments, first, offset, plane, 3 * plane]
-            )
-        offset += rows * width
-    sources = REACH_BACK[:3]
-    slots = [2, 0, 1]
-    columns = [
-        (i, s.slot, s.boundary, s.chunk_start, s.chunk_row)
-        for i, s in zip(slots, sources, strict=True)
-    ]
-    staging = torch.zeros(3, offset, dtype=torch.int32, device=device)
-    sums = torch.zeros(3, 2, dtype=torch.int64, device=device)
-    kernels.gather(
-        torch.tensor(table, device=device),
-        torch.tensor(columns, device=device).T.contiguous(),
-        staging=staging,
-        sums=sums,
-        segment_words=kernels.MAX_SEGMENT_WORDS,
-        chunks={0: chunks[0].view(torch.uint8), 3: chunks[1].view(torch.bfloat16)},
-    )
-    wrong = 0
-    for slot, s in zip(slots, sources, strict=True):
-        at = 0
-        for plane, width in enumerate(words):
-            expected = torch.stack(
-                [
-                    chunks[plane][s.chunk_row + p - s.chunk_start]
-                    if p >= s.chunk_start
-                    else rings[plane][s.slot * ring + p % ring]
-                    for p in range(s.boundary - rows, s.boundary)
-                ]
-            )
-            got = staging[slot, at : at + rows * width].view(rows, width)
-            wrong += int((got != expected).sum())
-            wrong += int(sums[slot, plane] != section_checksums(expected.unsqueeze(0))[0])
-            at += rows * width
-    return wrong
 
 
 def controls(device: torch.device) -> dict[str, bool]:
     """Whether each thing that is broken on purpose was noticed."""
     world = World(device)
-    window = world.view.window_ring(0)
+    window = world.view.window_rings(0)[0]
     state = world.view.rings[C4_POOL][1]
 
     def flip(tensor: torch.Tensor, row: int) -> Callable[[], None]:
@@ -265,7 +220,7 @@ def controls(device: torch.device) -> dict[str, bool]:
 
 def sums_of_moved_windows(world: World) -> dict[str, bool]:
     """The kernel's checksum of a window whose rows are swapped, or all moved on by one."""
-    ring = world.view.window_ring(0)
+    ring = world.view.window_rings(0)[0]
     rows = slice(3 * 128, 4 * 128)
 
     def checksum() -> int:

@@ -77,9 +77,12 @@ class CapturePipeline(RecordPipeline):
         plan.gathered.update(range(self._view.layout.num_sections))
         return plan
 
-    def gather_window(self, plan: CapturePlan, layer: int, chunk: torch.Tensor) -> None:
-        """Queue one layer's rows; `chunk` is the layer's K, bf16 ``[tokens, head_dim]``."""
-        self._gather(plan, [Part(self._view.window_ring(layer), chunk), *plan.held])
+    def gather_window(self, plan: CapturePlan, layer: int, chunks: Sequence[torch.Tensor]) -> None:
+        """Queue one layer's rows; `chunks` are the layer's K, ``[tokens, row]`` for each plane of its
+        window: bf16 of all of the head, or the bytes of the packed nope rows and the bf16 rope."""
+        rings = self._view.window_rings(layer)
+        parts = [Part(ring, chunk) for ring, chunk in zip(rings, chunks, strict=True)]
+        self._gather(plan, [*parts, *plan.held])
         plan.held.clear()
 
     def gather_state(self, plan: CapturePlan, ring: Ring, chunk: torch.Tensor) -> None:

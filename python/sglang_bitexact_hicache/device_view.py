@@ -1,9 +1,9 @@
 """Seam: the rings of SGLang's device pool, seen as the sections of a record.
 
 Answers to `DeepSeekV4TokenToKVPool` (mem_cache/deepseek_v4_memory_pool.py): `unified_kv_pool` holds
-one buffer a layer whose first `num_req_slots * ring` rows are the sliding-window rings, and the C4
-state pools hold one ring a slot. Built once, after the pools exist; it keeps references to their
-tensors and reads no device memory.
+one buffer a layer (with fp8 rows two, nope and rope) whose first `num_req_slots * ring` rows are the
+sliding-window rings, and the C4 state pools hold one ring a slot. Built once, after the pools exist; it
+keeps references to their tensors and reads no device memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from sglang_bitexact_hicache.layout import (
 
 @dataclass(frozen=True)
 class Ring:
-    """One section's device rows: `buffer` is ``[rows, row]``, `size` rows a request slot."""
+    """One section's device rows: `buffer` is ``[rows, row]``, `size` rows a request slot. fp8 rows, which
+    are packed with their scales, are plain bytes here."""
 
     section: Section
     buffer: torch.Tensor
@@ -45,10 +46,17 @@ class DeviceView:
         first, last = pool._stage_start, pool._stage_end
         layers = tuple(range(first, last))
         ratios = tuple(pool.compression_ratios[layer] for layer in layers)
-        windows = {layer: unified.get_unified_kv(layer - first) for layer in layers}
+        fp8 = pool._unified_kv_fp8
+        windows = {
+            layer: (
+                plain_rows(unified.get_unified_kv(layer - first)),
+                *([unified.get_unified_kv_rope(layer - first)] if fp8 else []),
+            )
+            for layer in layers
+        }
         c4, indexer = (
             {
-                layer: pools[layer].kv_score_buffer.kv_score
+                layer: (pools[layer].kv_score_buffer.kv_score,)
                 for layer, ratio in zip(layers, ratios, strict=True)
                 if ratio == C4_RATIO
             }
@@ -64,19 +72,22 @@ class DeviceView:
         }
         self.ring_size: int = pool.unified_swa_ring_size
         self.state_ring_size: int = pool.compress_state_pools[min(c4)].ring_size
-        self.device: torch.device = windows[first].device
+        window, *rope = windows[first]
+        (c4_rows,), (indexer_rows,) = (next(iter(states.values())) for states in (c4, indexer))
+        self.device: torch.device = window.device
         self.layout = RecordLayout(
             layers=layers,
             ratios=ratios,
-            window_row_bytes=_row_bytes(windows[first]),
-            c4_row_bytes=_row_bytes(next(iter(c4.values()))),
-            indexer_row_bytes=_row_bytes(next(iter(indexer.values()))),
-            window_dtype=str(windows[first].dtype).removeprefix("torch."),
-            state_dtype=str(next(iter(c4.values())).dtype).removeprefix("torch."),
+            window_row_bytes=_row_bytes(window),
+            c4_row_bytes=_row_bytes(c4_rows),
+            indexer_row_bytes=_row_bytes(indexer_rows),
+            window_dtype=str(unified.get_unified_kv(0).dtype).removeprefix("torch."),
+            state_dtype=str(c4_rows.dtype).removeprefix("torch."),
+            rope_row_bytes=sum(map(_row_bytes, rope)),
         )
         self.rings: dict[str, tuple[Ring, ...]] = {
             name: tuple(
-                Ring(section, tensors[section.layer], size)
+                Ring(section, tensors[section.layer][section.plane], size)
                 for section in self.layout.sections(name)
             )
             for name, tensors, size in (
@@ -85,7 +96,10 @@ class DeviceView:
                 (INDEXER_POOL, indexer, self.state_ring_size),
             )
         }
-        self._window_of_layer = {ring.section.layer: ring for ring in self.rings[WINDOW_POOL]}
+        self._windows_of_layer: dict[int, tuple[Ring, ...]] = {}
+        for ring in self.rings[WINDOW_POOL]:
+            planes = self._windows_of_layer.get(ring.section.layer, ())
+            self._windows_of_layer[ring.section.layer] = (*planes, ring)
         # The compressor's hook is handed the state buffer, not the layer: its address tells which.
         self._state_of_pointer = {
             ring.buffer.data_ptr(): ring
@@ -93,9 +107,9 @@ class DeviceView:
             for ring in self.rings[name]
         }
 
-    def window_ring(self, layer: int) -> Ring:
-        """The sliding-window ring of an absolute layer id."""
-        return self._window_of_layer[layer]
+    def window_rings(self, layer: int) -> tuple[Ring, ...]:
+        """The sliding-window ring of an absolute layer id, in each of its planes."""
+        return self._windows_of_layer[layer]
 
     def state_ring(self, buffer: torch.Tensor) -> Ring | None:
         """The state ring that `buffer` is, or None (a C128 state, another pool's buffer)."""
@@ -107,6 +121,11 @@ class DeviceView:
         """Stock's own address of state rows (CompressStatePool), for checks: int64 ``[n]``."""
         pool = self._state_pools[section.pool][section.layer]
         return pool.translate_from_req_position_to_state_loc(slots, positions)
+
+
+def plain_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of fp8 as bytes: they hold scales too, and torch cannot index fp8 everywhere."""
+    return rows.view(torch.uint8) if rows.dtype == torch.float8_e4m3fn else rows
 
 
 def _row_bytes(buffer: torch.Tensor) -> int:

@@ -39,7 +39,8 @@ def before_forward_unified_kv(backend: Any, **kwargs: Any) -> None:
         return
     runtime, active = _running
     metadata = kwargs["core_attn_metadata"].unified
-    runtime.gather_window(active, kwargs["layer"].layer_id, kwargs["kv"], metadata)
+    layer = kwargs["layer"].layer_id
+    runtime.gather_window(active, layer, kwargs["kv"], kwargs.get("k_rope"), metadata)
 
 
 def before_compress(backend: Any, **kwargs: Any) -> None:

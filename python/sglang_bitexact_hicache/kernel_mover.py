@@ -13,12 +13,16 @@ import torch
 from sglang_bitexact_hicache import kernels
 from sglang_bitexact_hicache.device_view import DeviceView, Ring
 from sglang_bitexact_hicache.gather import Source, to_device
-from sglang_bitexact_hicache.layout import C4_POOL, INDEXER_POOL, WINDOW_POOL
+from sglang_bitexact_hicache.layout import C4_POOL, INDEXER_POOL, WINDOW_POOL, Section
 from sglang_bitexact_hicache.row_mover import Part, RowMover
 from sglang_bitexact_hicache.staging import DeviceStaging
 
-PART = {WINDOW_POOL: 0, C4_POOL: 1, INDEXER_POOL: 2}
-"""Which chunk tensor of a layer a pool's section is gathered from."""
+_PARTS = {(WINDOW_POOL, 0): 0, (C4_POOL, 0): 1, (INDEXER_POOL, 0): 2, (WINDOW_POOL, 1): 3}
+
+
+def part_of(section: Section) -> int:
+    """Which chunk tensor of a layer a section is gathered from."""
+    return _PARTS[section.pool, section.plane]
 
 
 class CaptureIndex(NamedTuple):
@@ -90,7 +94,7 @@ class KernelMover(RowMover):
                 first,
                 self._view.layout.device_offset(section) // 4,
                 section.index,
-                PART[section.pool],
+                part_of(section),
             ]
 
     def capture_index(self, sources: Sequence[Source], slots: Sequence[int]) -> CaptureIndex:
@@ -115,7 +119,7 @@ class KernelMover(RowMover):
             staging=self._words,
             sums=self._staging.checksums,
             segment_words=self._segment,
-            chunks={PART[part.ring.section.pool]: part.chunk for part in parts},
+            chunks={part_of(part.ring.section): part.chunk for part in parts},
             narrow_state=any(p.chunk.dtype != p.ring.buffer.dtype for p in parts),
             reads_ring=index.reads_ring,
         )

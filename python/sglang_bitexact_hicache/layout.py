@@ -6,7 +6,8 @@ writer and the reader cannot disagree. Pure Python: no SGLang, no torch. Any thr
 A boundary is three records that share one slot, one behind the other, each contiguous, layer-major,
 rows in POSITION order:
 
-* ``swa_window``: a header, then for every layer 128 ring rows;
+* ``swa_window``: a header, then for every layer 128 ring rows (with fp8 rows two planes of them, nope
+  and then rope);
 * ``c4_state``: for every ratio-4 layer 4 rows of compressor overlap state;
 * ``c4_indexer_state``: for every ratio-4 layer 4 rows of indexer overlap state.
 
@@ -58,10 +59,11 @@ def _align(n: int) -> int:
 
 @dataclass(frozen=True)
 class Section:
-    """One layer's rows inside one record.
+    """One layer's rows inside one record, or one plane of them.
 
     `offset` is in bytes from the start of the record; rows are `rows` times `row_bytes`, in position
-    order; `index` numbers the section among all of the record's checksums.
+    order; `index` numbers the section among all of the record's checksums; `plane` is 1 for the rope
+    rows of an fp8 window, else 0.
     """
 
     pool: str
@@ -70,6 +72,7 @@ class Section:
     rows: int
     row_bytes: int
     index: int
+    plane: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -84,9 +87,10 @@ class RecordLayout:
     Attributes:
         layers: absolute ids of the stage's layers, ascending.
         ratios: compression ratio of each of those layers (0, 4 or 128).
-        window_row_bytes: bytes of one ring row (bf16: head_dim * 2).
+        window_row_bytes: bytes of one ring row (bf16: head_dim * 2; fp8: of its nope plane).
         c4_row_bytes, indexer_row_bytes: bytes of one state row (both kv and score halves).
         window_dtype, state_dtype: names of the dtypes, part of the identity.
+        rope_row_bytes: bytes of one row of the window's rope plane; 0 where a window has one plane.
 
     The ring size is NOT part of it: host bytes are in position order, so servers with different
     rings share records.
@@ -99,6 +103,7 @@ class RecordLayout:
     indexer_row_bytes: int
     window_dtype: str = "bfloat16"
     state_dtype: str = "float32"
+    rope_row_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers or len(self.layers) != len(self.ratios):
@@ -110,6 +115,8 @@ class RecordLayout:
             # Checksums are taken over 4-byte words.
             if n <= 0 or n % 4:
                 raise ValueError(f"{name} must be a positive multiple of 4, got {n}")
+        if self.rope_row_bytes < 0 or self.rope_row_bytes % 4:
+            raise ValueError(f"rope_row_bytes must be a multiple of 4, got {self.rope_row_bytes}")
 
     @cached_property
     def c4_layers(self) -> tuple[int, ...]:
@@ -123,7 +130,12 @@ class RecordLayout:
     @cached_property
     def num_sections(self) -> int:
         """Sections, and so checksums, of one boundary over all three records."""
-        return len(self.layers) + 2 * len(self.c4_layers)
+        return len(self.layers) * len(self.window_planes) + 2 * len(self.c4_layers)
+
+    @cached_property
+    def window_planes(self) -> tuple[int, ...]:
+        """Bytes of a window row in each of its planes."""
+        return (self.window_row_bytes, *filter(None, [self.rope_row_bytes]))
 
     @cached_property
     def host_header_bytes(self) -> int:
@@ -139,8 +151,8 @@ class RecordLayout:
     def record_bytes(self, pool: str) -> int:
         """Bytes of one slot of a pool, a multiple of the alignment (0 if the stage has no such rows)."""
         if pool == WINDOW_POOL:
-            return _align(self.header_bytes + len(self.layers) * WINDOW * self.window_row_bytes)
-        return _align(len(self.c4_layers) * STATE_ROWS * self._row_bytes(pool))
+            return _align(self.header_bytes + len(self.layers) * WINDOW * sum(self.window_planes))
+        return _align(len(self.c4_layers) * STATE_ROWS * sum(self._planes(pool)))
 
     @cached_property
     def slot_bytes(self) -> int:
@@ -168,28 +180,29 @@ class RecordLayout:
         window = pool == WINDOW_POOL
         layers: Sequence[int] = self.layers if window else self.c4_layers
         rows = WINDOW if window else STATE_ROWS
-        row_bytes = self._row_bytes(pool)
-        start = self.header_bytes if window else 0
-        first = {
-            WINDOW_POOL: 0,
-            C4_POOL: len(self.layers),
-            INDEXER_POOL: len(self.layers) + len(self.c4_layers),
-        }[pool]
-        for i, layer in enumerate(layers):
-            yield Section(pool, layer, start + i * rows * row_bytes, rows, row_bytes, first + i)
+        offset = self.header_bytes if window else 0
+        windows = len(self.layers) * len(self.window_planes)
+        index = {WINDOW_POOL: 0, C4_POOL: windows, INDEXER_POOL: windows + len(self.c4_layers)}[
+            pool
+        ]
+        for layer in layers:
+            for plane, row_bytes in enumerate(self._planes(pool)):
+                yield Section(pool, layer, offset, rows, row_bytes, index, plane)
+                offset += rows * row_bytes
+                index += 1
 
-    def _row_bytes(self, pool: str) -> int:
+    def _planes(self, pool: str) -> tuple[int, ...]:
         return {
-            WINDOW_POOL: self.window_row_bytes,
-            C4_POOL: self.c4_row_bytes,
-            INDEXER_POOL: self.indexer_row_bytes,
+            WINDOW_POOL: self.window_planes,
+            C4_POOL: (self.c4_row_bytes,),
+            INDEXER_POOL: (self.indexer_row_bytes,),
         }[pool]
 
     def digest(self) -> str:
         """16 hex digits that differ whenever two layouts' bytes are not interchangeable."""
         text = repr(
             (
-                2,
+                3,
                 self.layers,
                 self.ratios,
                 self.window_row_bytes,
@@ -197,6 +210,7 @@ class RecordLayout:
                 self.indexer_row_bytes,
                 self.window_dtype,
                 self.state_dtype,
+                self.rope_row_bytes,
                 WINDOW,
                 STATE_ROWS,
             )

@@ -84,12 +84,14 @@ class RowMover:
         }
         for rings in self._view.rings.values():
             for ring in rings:
-                index[ring.section.rows].run(self._staging.rows(ring.section), ring.buffer)
+                staged = self._staging.rows(ring.section, ring.buffer.dtype)
+                index[ring.section.rows].run(staged, ring.buffer)
 
     def _gather(self, index: Any, ring: Ring, chunk: torch.Tensor | None) -> None:
         section = ring.section
         sums = self._staging.checksums[:, section.index]
-        index[section.rows].run(chunk, ring.buffer, self._staging.rows(section), sums)
+        staged = self._staging.rows(section, ring.buffer.dtype)
+        index[section.rows].run(chunk, ring.buffer, staged, sums)
 
     @property
     def _spans(self) -> tuple[tuple[int, int], ...]:

@@ -30,7 +30,7 @@ from sglang_bitexact_hicache.abort import discard_output
 from sglang_bitexact_hicache.capture import CapturePipeline, CapturePlan
 from sglang_bitexact_hicache.checks import DebugChecks
 from sglang_bitexact_hicache.constants import PAGE_SIZE
-from sglang_bitexact_hicache.device_view import DeviceView
+from sglang_bitexact_hicache.device_view import DeviceView, plain_rows
 from sglang_bitexact_hicache.gather import Source
 from sglang_bitexact_hicache.host_pool import TruthHostPools
 from sglang_bitexact_hicache.metrics import Counters
@@ -238,12 +238,19 @@ class TruthRuntime:
         self._finish_capture(plan, captures)
 
     def gather_window(
-        self, active: ActiveForward, layer: int, chunk: torch.Tensor, metadata: Any
+        self,
+        active: ActiveForward,
+        layer: int,
+        k: torch.Tensor,
+        rope: torch.Tensor | None,
+        metadata: Any,
     ) -> None:
-        """One layer's K of the running forward, before the layer's own store."""
-        self._capture.gather_window(active.capture, layer, chunk)
+        """One layer's K of the running forward, before the layer's own store; `rope` with fp8 rows."""
+        chunks = [plain_rows(k)] if rope is None else [plain_rows(k), rope]
+        self._capture.gather_window(active.capture, layer, chunks)
         if self._checks is not None:
-            self._checks.note_source(active.capture, self.view.window_ring(layer), chunk, metadata)
+            for ring, chunk in zip(self.view.window_rings(layer), chunks, strict=True):
+                self._checks.note_source(active.capture, ring, chunk, metadata)
 
     def gather_state(
         self, active: ActiveForward, buffer: torch.Tensor, chunk: torch.Tensor, metadata: Any

@@ -13,12 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang_bitexact_hicache.layout import (
-    CHECKSUM_BYTES,
-    WINDOW_POOL,
-    RecordLayout,
-    Section,
-)
+from sglang_bitexact_hicache.layout import CHECKSUM_BYTES, RecordLayout, Section
 from sglang_bitexact_hicache.transfer import Event
 
 
@@ -52,12 +47,10 @@ class DeviceStaging:
         """Device bytes of all records."""
         return self.memory.nbytes
 
-    def rows(self, section: Section) -> torch.Tensor:
-        """A section's rows of every staging slot: ``[slots, rows, row]`` of the rings' dtype, a view."""
-        layout = self._layout
-        name = layout.window_dtype if section.pool == WINDOW_POOL else layout.state_dtype
-        records = self.memory.narrow(1, layout.device_offset(section), section.nbytes)
-        return records.view(getattr(torch, name)).unflatten(1, (section.rows, -1))
+    def rows(self, section: Section, dtype: torch.dtype) -> torch.Tensor:
+        """A section's rows of every staging slot: ``[slots, rows, row]`` of that dtype, a view."""
+        records = self.memory.narrow(1, self._layout.device_offset(section), section.nbytes)
+        return records.view(dtype).unflatten(1, (section.rows, -1))
 
     def take(self, count: int) -> tuple[list[int], list[Event]]:
         """`count` staging slots, longest unused first, and the events of copies that still use them.

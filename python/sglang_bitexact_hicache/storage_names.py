@@ -129,6 +129,7 @@ def whole_model(layout: RecordLayout, ratios: Sequence[int]) -> RecordLayout:
         indexer_row_bytes=layout.indexer_row_bytes,
         window_dtype=layout.window_dtype,
         state_dtype=layout.state_dtype,
+        rope_row_bytes=layout.rope_row_bytes,
     )
 
 

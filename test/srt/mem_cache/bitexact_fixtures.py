@@ -221,8 +221,9 @@ def make_kv_pool(
     layers: Sequence[int] = DEFAULT_LAYERS,
     nope: int = 12,
     rope: int = 4,
+    fp8: bool = False,
 ) -> Any:
-    """A DeepSeekV4TokenToKVPool with the unified_kv layout, bf16, on the CPU.
+    """A DeepSeekV4TokenToKVPool with the unified_kv layout on the CPU, bf16 or with fp8 rows.
 
     Args:
         pages: device pages of compressed KV (256 tokens each).
@@ -255,6 +256,7 @@ def make_kv_pool(
         start_layer=0,
         end_layer=len(layers),
         num_req_slots=rows + 1,
+        unified_fp8=fp8,
     )
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from sglang_bitexact_hicache.capture import CapturePipeline
 from sglang_bitexact_hicache.checksum import section_checksums
+from sglang_bitexact_hicache.checksum import weights as checksum_weights
 from sglang_bitexact_hicache.device_view import DeviceView
 from sglang_bitexact_hicache.gather import Source, SpanGather, SpanScatter
 from sglang_bitexact_hicache.host_pool import TruthHostPools
@@ -37,16 +38,23 @@ def hicache():
         yield
 
 
+def noise(rows, width, dtype, generator):
+    """Random rows; of packed fp8 rows any bytes."""
+    if dtype == torch.uint8:
+        return torch.randint(256, (rows, width), dtype=dtype, generator=generator)
+    return torch.randn(rows, width, generator=generator).to(dtype)
+
+
 class Bench:
     """The real pool with random rings, and both pipelines over it."""
 
-    def __init__(self, slots: int = 8, staging: int = 4) -> None:
+    def __init__(self, slots: int = 8, staging: int = 4, fp8: bool = False) -> None:
         generator = torch.Generator().manual_seed(7)
-        pool = fixtures.make_kv_pool(pages=2, rows=ROWS, layers=LAYERS, nope=448, rope=64)
+        pool = fixtures.make_kv_pool(pages=2, rows=ROWS, layers=LAYERS, nope=448, rope=64, fp8=fp8)
         self.view = DeviceView(pool)
         for rings in self.view.rings.values():
             for ring in rings:
-                ring.buffer.copy_(torch.randn(ring.buffer.shape, generator=generator))
+                ring.buffer.copy_(noise(*ring.buffer.shape, ring.buffer.dtype, generator))
         self.counters = Counters()
         self.pools = TruthHostPools(self.view.layout, slots, pin=False)
         self.out_lane, self.in_lane = ThreadLane("test-out"), ThreadLane("test-in")
@@ -61,11 +69,8 @@ class Bench:
     def chunks(self, tokens: int):
         """Random K and compressor inputs of one forward, by section."""
         return {
-            ring.section.index: torch.randn(
-                tokens,
-                ring.buffer.shape[1],
-                generator=self._generator,
-                dtype=torch.bfloat16 if pool == WINDOW_POOL else torch.float32,
+            ring.section.index: noise(
+                tokens, ring.buffer.shape[1], ring.buffer.dtype, self._generator
             )
             for pool in POOLS
             for ring in self.view.rings[pool]
@@ -83,8 +88,9 @@ class Bench:
                 for ring in self.view.rings[pool]:
                     if ring.section.layer == layer:
                         self.capture.gather_state(plan, ring, chunks[ring.section.index])
-            window = self.view.window_ring(layer)
-            self.capture.gather_window(plan, layer, chunks[window.section.index])
+            planes = self.view.window_rings(layer)
+            windows = [chunks[ring.section.index] for ring in planes]
+            self.capture.gather_window(plan, layer, windows)
 
     def expected(self, source, ring, chunk):
         """The bytes of one section, position by position."""
@@ -114,10 +120,10 @@ class Bench:
         self.in_lane.close()
 
 
-@pytest.fixture
-def bench():
+@pytest.fixture(params=["bf16", "fp8"])
+def bench(request):
     before = set(threading.enumerate())
-    made = Bench()
+    made = Bench(fp8=request.param == "fp8")
     yield made
     made.close()
     assert set(threading.enumerate()) <= before, "a lane's thread was left"
@@ -215,7 +221,8 @@ def test_control_one_flipped_bit_in_host_memory_is_one_flipped_bit_on_the_device
 def test_a_forward_that_skips_a_layer_is_not_stored(bench):
     plan = bench.capture.begin([Source(slot=1, chunk_start=0, chunk_row=0, boundary=256)])
     chunks = bench.chunks(256)
-    bench.capture.gather_window(plan, 0, chunks[0])
+    windows = [chunks[ring.section.index] for ring in bench.view.window_rings(0)]
+    bench.capture.gather_window(plan, 0, windows)
     with pytest.raises(RuntimeError, match="skipped"):
         bench.capture.finish(plan, [0], [])
     assert bench.capture.staging.free == bench.capture.staging.slots
@@ -247,7 +254,7 @@ def test_a_capture_into_a_slot_waits_for_a_restore_that_still_reads_it(bench):
         assert not again.done()
     bench.restore.apply([restore])
     again.synchronize()
-    ring = bench.view.window_ring(0)
+    ring = bench.view.window_rings(0)[0]
     assert torch.equal(bench.landed(2, 256, ring), bench.expected(first, ring, old[0]))
     assert torch.equal(bench.stored(0, ring.section), bench.expected(first, ring, new[0]))
 
@@ -260,7 +267,7 @@ def test_a_forward_waits_for_staging_that_an_older_capture_still_leaves(bench):
         threading.Timer(0.2, bench.out_lane._open.set).start()
         bench.run_capture(sources, [4, 5, 6, 7], two).synchronize()
     assert bench.counters.staging_waits > 0
-    ring = bench.view.window_ring(0)
+    ring = bench.view.window_rings(0)[0]
     for slots, chunks in (([0, 1, 2, 3], one), ([4, 5, 6, 7], two)):
         for slot in slots:
             expected = bench.expected(sources[0], ring, chunks[0])
@@ -305,6 +312,13 @@ def test_gather_then_scatter_into_any_other_ring_keeps_positions(ring, requests,
             else:
                 expected = buffer[source.slot * ring + p % ring]
             assert torch.equal(target[slot * other + p % other], expected)
+
+
+def test_no_two_words_of_a_section_have_the_same_weight_and_each_is_odd():
+    # The largest section: 128 rows of 512 bf16 elements.
+    found = checksum_weights(128 * 1024 // 4)
+    assert len(set(found.tolist())) == len(found)
+    assert (found & 1).all()
 
 
 @settings(max_examples=50, deadline=None)

@@ -23,10 +23,10 @@ def watched(h, broken):
     capture = runtime._capture
     gather = capture.gather_window
 
-    def waiting(plan, layer, chunk):
+    def waiting(plan, layer, chunks):
         if broken:
-            float(chunk[0, 0])
-        gather(plan, layer, chunk)
+            float(chunks[0][0, 0])
+        gather(plan, layer, chunks)
 
     ids = prompt(900, 3 * PAGE - 3)
     with watch.on(), scenarios.patched(capture, "gather_window", waiting):

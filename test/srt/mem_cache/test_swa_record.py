@@ -36,6 +36,7 @@ def layouts(draw):
         window_row_bytes=draw(st.sampled_from([32, 640, 1024])),
         c4_row_bytes=draw(st.sampled_from([64, 4096, 8192])),
         indexer_row_bytes=draw(st.sampled_from([64, 1024, 2048])),
+        rope_row_bytes=draw(st.sampled_from([0, 4, 128])),
     )
 
 
@@ -45,8 +46,10 @@ def test_sections_tile_each_record_without_overlap(layout):
     for pool in POOLS:
         end = layout.header_bytes if pool == WINDOW_POOL else 0
         layers = layout.layers if pool == WINDOW_POOL else layout.c4_layers
+        planes = len(layout.window_planes) if pool == WINDOW_POOL else 1
         sections = layout.sections(pool)
-        assert tuple(s.layer for s in sections) == layers
+        places = [(layer, plane) for layer in layers for plane in range(planes)]
+        assert [(s.layer, s.plane) for s in sections] == places
         for section in sections:
             assert section.offset == end
             assert section.rows == (WINDOW if pool == WINDOW_POOL else STATE_ROWS)
@@ -75,6 +78,14 @@ def test_the_header_of_a_real_model():
     assert layout.slot_bytes == 9_227_520
 
 
+def test_the_sizes_of_a_real_model_with_fp8_rows():
+    layout = RecordLayout(
+        tuple(range(61)), (0, *[4, 128] * 30), 512, 8192, 2048, "float8_e4m3fn", rope_row_bytes=128
+    )
+    assert layout.num_sections == 182
+    assert layout.slot_bytes == 4352 + 61 * 128 * (512 + 128) + 30 * 4 * (8192 + 2048)
+
+
 @given(layouts(), layouts())
 def test_digest_is_equal_exactly_when_the_layouts_are(a, b):
     assert (a.digest() == b.digest()) == (a == b)
@@ -95,6 +106,7 @@ def test_state_pools_hold_ratio_4_layers_only():
         {"layers": (0, 1, 2)},
         {"window_row_bytes": 0},
         {"c4_row_bytes": 6},
+        {"rope_row_bytes": 130},
     ],
 )
 def test_an_impossible_layout_is_refused(change):

@@ -69,8 +69,9 @@ class Main:
         noticed = strict.catches_everything()
         print(f"waits are noticed: {noticed}", flush=True)
 
-        found, debug = [], []
+        found, debug, kernels = [], [], []
         if exactness:
+            kernels = self._part("kernels", self._kernels, device) or []
             found.append(self._part("exactness, window-only layers", self._exact_small, device))
             debug = self._part("debug checks", self._debug, device) or []
         run = self._run
@@ -80,11 +81,13 @@ class Main:
             found.append(self._part("exactness", self._exact, server, config.PRO_SCENARIO))
         found = [f for f in found if f is not None]
         exact = noticed and exactness and not self._failed
-        exact &= all(f.exact for f in found) and all(check.passed for check in debug)
+        exact &= all(f.exact for f in found) and all(c.passed for c in (*kernels, *debug))
         unread = found[-1].unread_bytes if found else 0
         measured = self._part("measurements", self._measure, server, unread)
         if path is not None:
-            path.write_text(json.dumps(report.raw(found, debug, measured), indent=1, default=str))
+            path.write_text(
+                json.dumps(report.raw(found, [*kernels, *debug], measured), indent=1, default=str)
+            )
         self._said("done")
         if measured is None:
             print("exact=0: not everything ran")
@@ -93,6 +96,20 @@ class Main:
         return 0 if exact and not self._failed else 1
 
     # ---- parts
+
+    def _kernels(self, device: Any) -> Any:
+        from gpu import kernel_cases, report
+        from gpu.exactness import Check
+
+        found = kernel_cases.cases(device)
+        checks = [Check(what, False, wrong, 1) for what, wrong in found.items()]
+        for what, noticed in kernel_cases.controls(device).items():
+            checks.append(Check(what, True, int(noticed), 1))
+        wrong = [check for check in checks if not check.passed]
+        summary = Check(f"{len(checks)} cases and controls", False, len(wrong), len(checks))
+        title = "kernels = plain torch"
+        print(report.exactness_table(title, [*wrong, summary]), end="\n\n", flush=True)
+        return checks
 
     def _exact(self, server: Any, scenario: config.Scenario) -> Any:
         from gpu import exactness, report
@@ -141,7 +158,7 @@ class Main:
             raise
 
     def _all_measured(self, server: Any, unread: int, taken: list[Any]) -> Any:
-        from gpu import bench, capture, decode, floors, report, restore
+        from gpu import bench, capture, decode, floors, launches, report, restore
 
         run = self._run
         shared = bench.Bench(server, run)
@@ -151,6 +168,10 @@ class Main:
         print(report.bytes_table(server.view.layout, unread), end="\n\n", flush=True)
         print(report.floors_table(floor), end="\n\n", flush=True)
         self._said("floors")
+        largest = launches.measure(server, run.repeats)
+        print(report.launches_table(largest, floor), end="\n\n", flush=True)
+        taken += largest
+        self._said("launches")
         captures = [capture.CaptureBench(shared, stride).timed() for stride in (1, 2)]
         taken += captures
         self._said("capture")
@@ -181,6 +202,7 @@ class Main:
             again,
             decoded,
             launched,
+            largest,
         )
         for table in (report.capture_table, report.restore_table, report.decode_table):
             print(table(found), end="\n\n", flush=True)

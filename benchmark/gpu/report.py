@@ -17,6 +17,7 @@ from gpu.config import REQUEST_TOKENS_PER_SECOND, Run, Shape
 from gpu.decode import Decode
 from gpu.exactness import Check, Found
 from gpu.floors import Floors
+from gpu.launches import Launch
 from gpu.restore import Restored
 from sglang_bitexact_hicache.constants import STATE_ROWS, WINDOW
 from sglang_bitexact_hicache.layout import POOLS, RecordLayout
@@ -37,6 +38,7 @@ class Measured:
     decode: Decode
     launched: dict[str, Launched]
     """By "capture <stride>", "restore <count>" and "decode"."""
+    largest: list[Launch]
 
     @property
     def capture_floor(self) -> float:
@@ -112,6 +114,21 @@ def bytes_table(layout: RecordLayout, unread: int) -> str:
         ["unread_bytes: never read, as poisoned on the real kernels", f"{unread:,}"],
     ]
     return _table(rows, ["a reuse point", "bytes"])
+
+
+def launches_table(found: Sequence[Launch], floors: Floors) -> str:
+    """The largest launches against their floors."""
+    rate = floors.device_copy
+    rows = [
+        [
+            launch.what,
+            f"{launch.nbytes / 2**20:.0f}",
+            f"{launch.ms:.3f}",
+            f"{launch.vs_floor(rate):.2f}",
+        ]
+        for launch in found
+    ]
+    return _table(rows, ["one launch", "MiB, read + written", "ms", "over its floor"])
 
 
 def floors_table(floors: Floors) -> str:

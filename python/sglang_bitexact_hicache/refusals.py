@@ -48,7 +48,6 @@ class Startup:
             puts 256 in its place for DeepSeek-V4; here the user is told instead.
         window: the model's sliding window, in tokens.
         ratios: the compression ratios of the model's layers.
-        fp8: whether the two-pool fp8 layout is asked for or in use.
         online_compress: whether the C128 compressor runs in its online form.
         hybrid_swa: whether the prefix cache has the components FULL and SWA.
     """
@@ -59,7 +58,6 @@ class Startup:
     asked_page_size: int
     window: int
     ratios: frozenset[int]
-    fp8: bool
     online_compress: bool
     hybrid_swa: bool
 
@@ -78,7 +76,6 @@ class Startup:
             asked_page_size=_asked(server_args.page_size, cfg.page_size),
             window=hf_config.sliding_window,
             ratios=frozenset(hf_config.compress_ratios),
-            fp8=envs.SGLANG_DSV4_UNIFIED_KV_FP8.get(),
             online_compress=envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get(),
             hybrid_swa=not cfg.disable_hybrid_swa_memory,
         )
@@ -97,7 +94,6 @@ class Startup:
             asked_page_size=_asked(ctx.server_args.page_size, ctx.params.page_size),
             window=kvcache.sliding_window,
             ratios=frozenset(kvcache.compression_ratios),
-            fp8=kvcache._unified_kv_fp8,
             online_compress=envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get(),
             hybrid_swa=ctx.is_hybrid_swa and not ctx.is_hybrid_ssm,
         )
@@ -417,13 +413,6 @@ RULES: tuple[Rule, ...] = (
         "--speculative-algorithm",
         "must be unset",
         _field("speculative_algorithm", None),
-        planned=True,
-    ),
-    Rule(
-        "fp8_layout",
-        "SGLANG_DSV4_UNIFIED_KV_FP8",
-        "must be unset",
-        lambda s: s.fp8,
         planned=True,
     ),
     Rule("tp", "--tp-size", "must be 1", _field("tp_size", 1), planned=True),

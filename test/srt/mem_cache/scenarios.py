@@ -42,7 +42,11 @@ def dirty_rings(h: Harness) -> None:
         for ring in rings:
             for slot in free:
                 rows = ring.buffer[slot * ring.size : (slot + 1) * ring.size]
-                rows.copy_(torch.randn(rows.shape, generator=generator).to(rows.dtype) * 3)
+                if rows.dtype == torch.uint8:
+                    # Packed fp8 values and their scales: none of these bytes is a NaN as either.
+                    rows.random_(0, 0x70, generator=generator)
+                else:
+                    rows.copy_(torch.randn(rows.shape, generator=generator).to(rows.dtype) * 3)
 
 
 def cold(h: Harness, ids: Sequence[int], new: int) -> Steps:
@@ -192,8 +196,9 @@ def broken_restore(h: Harness, ids: Sequence[int], new: int, how: str, checked: 
     """A repeat with one thing broken: (cold, hit, counter gains).
 
     `how`: "skip" leaves the rings as they were dirtied; in host memory, "window" flips a bit of one
-    window row, "state" one of a C4 state row, "indexer" overwrites indexer state rows with values that
-    pull their block into the selection. `checked`: whether the debug checks run.
+    window row, "rope" one of its rope plane, "state" one of a C4 state row, "indexer" overwrites indexer
+    state rows with values that pull their block into the selection. `checked`: whether the debug checks
+    run.
     """
     first = yield from cold(h, ids, new)
     yield from h.settle()
@@ -202,14 +207,19 @@ def broken_restore(h: Harness, ids: Sequence[int], new: int, how: str, checked: 
     if how == "indexer":
         overwrite_indexer_state(runtime)
     elif how != "skip":
-        pool = {"window": "swa_window", "state": "c4_state"}[how]
-        ring = runtime.view.rings[pool][1]
+        pool, plane = {
+            "window": ("swa_window", 0),
+            "rope": ("swa_window", 1),
+            "state": ("c4_state", 0),
+        }[how]
+        ring = [ring for ring in runtime.view.rings[pool] if ring.section.plane == plane][1]
         section = ring.section
         # An exponent bit of the last row, which bf16 and fp32 both keep in the top byte: the value
         # stays finite, so that the answer differs for the right reason.
         row = section.offset + section.nbytes - section.row_bytes
+        bit = 0x40 if ring.buffer.dtype == torch.uint8 else 0x08
         for slot in range(runtime.pools.slots):
-            runtime.pools.record(pool, slot)[row + ring.buffer.element_size() - 1] ^= 0x08
+            runtime.pools.record(pool, slot)[row + ring.buffer.element_size() - 1] ^= bit
     dirty_rings(h)
     before = counters(h)
     with (

@@ -338,7 +338,6 @@ CASES: dict[str, Case] = {
         *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
         *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
     ),
-    "fp8_layout": _case(env={"SGLANG_DSV4_UNIFIED_KV_FP8": "1"}),
     "tp": _case("--tp-size", "2"),
     "dp": _case("--dp-size", "2"),
     "attn_dp": _case("--attn-dp-size", "2", "--tp-size", "2"),

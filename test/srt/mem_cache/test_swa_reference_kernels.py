@@ -1156,7 +1156,7 @@ def test_rope_turns_back_with_inverse():
     torch.testing.assert_close(full[..., -64:], q, rtol=0, atol=5e-6)
 
 
-def test_decode_store_refuses_fp8_layouts():
+def test_fused_store_refuses_the_paged_fp8_layout():
     args = {
         "q": rand(1, 512, seed=1),
         "kv": rand(1, 512, seed=2),
@@ -1169,8 +1169,10 @@ def test_decode_store_refuses_fp8_layouts():
         "sin_cache": torch.zeros(4, 32),
         "positions": ints(0),
     }
-    with pytest.raises(NotImplementedError):
-        norm_rope.fused_qk_norm_rope_swa_store(**args, fp8_2buff=True)
+    with pytest.raises(NotImplementedError, match="paged fp8"):
+        norm_rope.fused_qk_norm_rope_swa_store(
+            **args, swa_cache=torch.zeros(2, 584, dtype=torch.uint8), swa_loc=ints(1)
+        )
 
 
 # -- MoE, mHC ----------------------------------------------------------------------------------

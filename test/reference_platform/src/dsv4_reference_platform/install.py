@@ -42,6 +42,8 @@ KERNELS: dict[str, str] = {
     # attention over ring and compressed rows, and its index lists
     f"{_UNIFIED}.paged_prefill.sparse_attn_v4_paged_prefill": "attention.sparse_attn_v4_paged_prefill",
     f"{_UNIFIED}.paged_decode.sparse_attn_v4_paged_decode": "attention.sparse_attn_v4_paged_decode",
+    f"{_UNIFIED}.runtime.prefill_fp8_2buff": "attention.prefill_fp8_2buff",
+    f"{_UNIFIED}.runtime.decode_fp8_2buff": "attention.decode_fp8_2buff",
     f"{_UNIFIED}.runtime.build_prefill_indices": "attention.build_prefill_indices",
     f"{_UNIFIED}.runtime.build_decode_streams": "attention.build_decode_streams",
     f"{_UNIFIED}.runtime.fill_compress_tail": "attention.fill_compress_tail",
@@ -129,12 +131,16 @@ def install() -> None:
 
 
 def open_unified_kv_gate() -> None:
-    """Make ``is_unified_kv_triton`` depend on its environment variable alone.
+    """Make ``is_unified_kv_triton`` depend on its environment variable alone, and on a CPU
+    ``is_unified_kv_fp8`` too. On an NVIDIA GPU nothing stands in for aiter's fp8 kernels: there SGLang
+    falls back to bf16 rows.
 
-    Only the gate's own view of ``is_hip`` changes; everything else still sees a CPU.
+    Only the gate's own view of the device changes; everything else still sees a CPU.
     """
     gate = importlib.import_module("sglang.srt.layers.attention.dsv4.unified_kv_gate")
     gate.is_hip = lambda: True
+    if activation.device() == "cpu":
+        gate.is_gfx95_supported = lambda: True
     gate.is_unified_kv_triton.cache_clear()
     gate.is_unified_kv_fp8.cache_clear()
 

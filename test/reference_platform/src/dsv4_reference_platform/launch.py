@@ -45,6 +45,8 @@ PLATFORM_ENV = {
     "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0",
     "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0",
     "SGLANG_OPT_USE_TILELANG_MHC_POST": "0",
+    # How aiter's fp8 decode splits its work; SGLang would ask the GPU at startup.
+    "SGLANG_DSV4_FP8_DECODE_SPLIT_MODEL": "0",
     # A Triton kernel that is not replaced fails at its launch, instead of running in the
     # interpreter a thousand times slower without anyone noticing.
     "TRITON_INTERPRET": "0",

@@ -19,8 +19,9 @@ they lie::
     {"op": "scribble"}
     {"op": "not_installed"}
 
-``where``: ``ring`` (bf16 rows of the sliding window), ``c4_state`` and ``indexer_state`` (rows
-of the ratio-4 compressor states). ``bit`` counts from the least significant bit of the element;
+``where``: ``ring`` (rows of the sliding window; in the fp8 layout the 512 bytes of the first pool),
+``ring_rope`` (those of the fp8 layout's second pool), ``c4_state`` and ``indexer_state`` (rows of the
+ratio-4 compressor states). ``bit`` counts from the least significant bit of the element;
 ``fill`` takes ``columns`` ``[start, stop]``, all by default. ``keep`` copies every ring row and every
 ratio-4 state row of the request aside, ``put`` gives the request the rows that were kept: a request
 that continues exactly where another one stood, by no code of the feature. ``scribble`` overwrites the
@@ -145,7 +146,7 @@ def _operate(operation: Mapping[str, Any], slot: int) -> Any:
         columns = operation.get("columns", [0, row.shape[0]])
         row[columns[0] : columns[1]] = operation["value"]
     elif operation["op"] == "flip":
-        integer = {2: torch.int16, 4: torch.int32}[row.element_size()]
+        integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[row.element_size()]
         bits = row.view(integer)
         mask = 1 << operation["bit"]
         if operation["bit"] == 8 * row.element_size() - 1:
@@ -163,6 +164,8 @@ def _whole_slot(operation: str, slot: int) -> None:
     """keep, put or scribble every ring row and ratio-4 state row of a request slot."""
     import torch
 
+    from dsv4_reference_platform.kernels import two_pool
+
     rows = _rows_of_slot(slot)
     if operation == "keep":
         _kept[:] = [row.clone() for row in rows]
@@ -172,7 +175,12 @@ def _whole_slot(operation: str, slot: int) -> None:
     else:
         generator = torch.Generator().manual_seed(slot)
         for row in rows:
-            row.copy_(torch.randn(row.shape, generator=generator).to(row.dtype))
+            noise = torch.randn(row.shape, generator=generator)
+            if row.element_size() == 1:  # noise in scale bytes would be NaN and infinity
+                packed = two_pool.pack_nope(noise[:, : two_pool.NOPE_DIM], floor=1e-12)
+                two_pool.store(row, slice(None), packed)
+            else:
+                row.copy_(noise.to(row.dtype))
 
 
 def _rows_of_slot(slot: int) -> list[Any]:
@@ -181,7 +189,12 @@ def _rows_of_slot(slot: int) -> list[Any]:
 
     pool = get_token_to_kv_pool()
     ring = pool.unified_swa_ring_size
-    views = [buffer[slot * ring : (slot + 1) * ring] for buffer in pool.unified_kv_pool.kv_buffer]
+    rings = pool.unified_kv_pool
+    views = [
+        buffer[slot * ring : (slot + 1) * ring]
+        for buffer in (*rings.kv_buffer, *rings.kv_buffer_rope)
+        if buffer is not None
+    ]
     size = pool.get_ring_size(compress_ratio=4)
     for pools in (pool.compress_state_pools, pool.indexer_compress_state_pools):
         views += [
@@ -200,10 +213,10 @@ def _row(where: str, layer: int, slot: int, position: int) -> Any:
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
     pool = get_token_to_kv_pool()
-    if where == "ring":
-        ring = pool.unified_swa_ring_size
-        local = layer - pool.start_layer
-        return pool.unified_kv_pool.kv_buffer[local][slot * ring + position % ring]
+    if where in ("ring", "ring_rope"):
+        rings, ring = pool.unified_kv_pool, pool.unified_swa_ring_size
+        buffers = rings.kv_buffer if where == "ring" else rings.kv_buffer_rope
+        return buffers[layer - pool.start_layer][slot * ring + position % ring]
     pools = {
         "c4_state": pool.compress_state_pools,
         "indexer_state": pool.indexer_compress_state_pools,

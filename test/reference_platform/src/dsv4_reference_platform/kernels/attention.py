@@ -22,9 +22,12 @@ not on the chunk, the block or the batch; and from equal rows decode computes wh
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+from dsv4_reference_platform.kernels import two_pool
 
 TILE = 64
 QUERY_BLOCK = 16
@@ -291,23 +294,53 @@ def build_decode_streams(
 # -- attention -------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Plain:
+    """Latent rows ``[rows, width]`` as they are."""
+
+    rows: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.rows.shape[0]
+
+    def read(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows with these numbers."""
+        return self.rows.index_select(0, rows)
+
+
+@dataclass(frozen=True)
+class _TwoPool:
+    """Latent rows in the fp8 layout: ``[rows, 512]`` float8_e4m3fn and ``[rows, 64]`` bf16."""
+
+    nope: torch.Tensor
+    rope: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.nope.shape[0]
+
+    def read(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows with these numbers, fp32."""
+        raw = self.nope.view(torch.uint8).index_select(0, rows)
+        return two_pool.unpack(raw, self.rope.index_select(0, rows))
+
+
 class _Rows:
     """Latent rows addressed through one list: pool rows first, chunk rows after them."""
 
-    def __init__(self, pool: torch.Tensor, chunk: torch.Tensor | None):
+    def __init__(self, pool: _Plain | _TwoPool, chunk: _Plain | _TwoPool | None):
         self._pool, self._chunk = pool, chunk
-        self.offset = pool.shape[0]
+        self.offset = len(pool)
 
     def gather(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """``out[i] = row rows[i]`` in fp32; ``rows`` may hold -1, whose row stays as it is."""
         for source, base in ((self._pool, 0), (self._chunk, self.offset)):
             if source is None:
                 continue
-            mine = (rows >= base) & (rows < base + source.shape[0])
+            mine = (rows >= base) & (rows < base + len(source))
             if mine.all():
-                out.copy_(source.index_select(0, rows - base))
+                out.copy_(source.read(rows - base))
             elif mine.any():
-                out[mine] = source.index_select(0, rows[mine] - base).float()
+                out[mine] = source.read(rows[mine] - base).float()
 
 
 class _Lists(NamedTuple):
@@ -346,10 +379,11 @@ def _attend(
     order: RowOrder,
     attn_sink: torch.Tensor,
     softmax_scale: float,
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """Attention of every token over its rows in canonical order (see the module's docstring)."""
     tokens, heads, width = q.shape
-    out = torch.zeros(tokens, heads, width, dtype=q.dtype)
+    out = torch.zeros(tokens, heads, width, dtype=out_dtype)
     known = min(tokens, order.positions.shape[0])
     if known == 0:
         return out
@@ -526,14 +560,14 @@ def sparse_attn_v4_paged_prefill(
         ``[tokens, heads, head_dim]`` of ``q``'s dtype; tokens beyond the lists get zeros.
     """
     order = _order_of(kv_indices_prefix)
-    source = _Rows(unified_kv, kv)
+    source = _Rows(_Plain(unified_kv), _Plain(kv))
     lists = _Lists(
         kv_indices_prefix.long(),
         kv_indptr_prefix.tolist(),
         kv_indices_extend.long() + source.offset,
         kv_indptr_extend.tolist(),
     )
-    return _attend(q, lists, source, order, attn_sink, softmax_scale)
+    return _attend(q, lists, source, order, attn_sink, softmax_scale, q.dtype)
 
 
 def sparse_attn_v4_paged_decode(
@@ -560,4 +594,117 @@ def sparse_attn_v4_paged_decode(
         raise NotImplementedError("scaled KV rows")
     order = _order_of(kv_indices)
     lists = _Lists(kv_indices.long(), kv_indptr.tolist(), None, [])
-    return _attend(q, lists, _Rows(unified_kv, None), order, attn_sink, softmax_scale)
+    source = _Rows(_Plain(unified_kv), None)
+    return _attend(q, lists, source, order, attn_sink, softmax_scale, q.dtype)
+
+
+def prefill_fp8_2buff(
+    *,
+    q: torch.Tensor,
+    q_rope: torch.Tensor,
+    unified_kv: torch.Tensor,
+    unified_kv_rope: torch.Tensor,
+    kv_indices_prefix: torch.Tensor,
+    kv_indptr_prefix: torch.Tensor,
+    kv_extend: torch.Tensor,
+    kv_extend_rope: torch.Tensor,
+    kv_indices_extend: torch.Tensor,
+    kv_indptr_extend: torch.Tensor,
+    attn_sink: torch.Tensor,
+    softmax_scale: float,
+    v_head_dim: int,
+) -> torch.Tensor:
+    """Stands for ``...unified_kv_kernels.runtime.prefill_fp8_2buff`` (aiter's
+    ``pa_sparse_prefill_fp8_opus``): ``sparse_attn_v4_paged_prefill`` over unpacked rows.
+
+    Args:
+        q, q_rope: ``[tokens, heads, 512]`` float8_e4m3fn and ``[tokens, heads, 64]`` bf16.
+        unified_kv, unified_kv_rope: the two pools; kv_extend, kv_extend_rope: this chunk's rows.
+        v_head_dim: 512.
+
+    Returns:
+        ``[tokens, heads, 512]`` of ``q_rope``'s dtype; tokens beyond the lists get zeros.
+    """
+    _check_pair(q, q_rope, unified_kv, unified_kv_rope, v_head_dim)
+    order = _order_of(kv_indices_prefix)
+    source = _Rows(
+        _TwoPool(unified_kv, unified_kv_rope),
+        _TwoPool(kv_extend, kv_extend_rope),
+    )
+    lists = _Lists(
+        kv_indices_prefix.long(),
+        kv_indptr_prefix.tolist(),
+        kv_indices_extend.long() + source.offset,
+        kv_indptr_extend.tolist(),
+    )
+    query = two_pool.unpack(q, q_rope)
+    return _attend(query, lists, source, order, attn_sink, softmax_scale, q_rope.dtype)
+
+
+def decode_fp8_2buff(
+    *,
+    q: torch.Tensor,
+    q_rope: torch.Tensor,
+    unified_kv: torch.Tensor,
+    unified_kv_rope: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    attn_sink: torch.Tensor,
+    v_head_dim: int,
+    qo_indptr: torch.Tensor | None = None,
+    max_seqlen_q: int = 1,
+    num_kv_splits: int | None = None,
+    compress_ratio: int | None = None,
+    q_kv_bounds: torch.Tensor | None = None,
+    kv_len_hint: int | None = None,
+) -> torch.Tensor:
+    """Stands for ``...unified_kv_kernels.runtime.decode_fp8_2buff`` (aiter's
+    ``mla_decode_fwd_v4_nm``): ``sparse_attn_v4_paged_decode`` over unpacked rows.
+
+    The scale of the logits is ``512 ** -0.5``, as in aiter's kernel.
+
+    Args:
+        q, q_rope: ``[tokens, heads, 512]`` float8_e4m3fn and ``[tokens, heads, 64]`` bf16, one token
+            per request.
+        unified_kv, unified_kv_rope: the two pools.
+        kv_indices, kv_indptr: a stream of ``build_decode_streams``.
+        v_head_dim: 512.
+        num_kv_splits, compress_ratio, kv_len_hint: ignored: how a GPU splits the work.
+
+    Returns:
+        ``[tokens, heads, 512]`` of ``q_rope``'s dtype, the bits that prefill gives for the query.
+
+    Raises:
+        NotImplementedError: several queries of a request share a list (speculative decoding).
+    """
+    if qo_indptr is not None or max_seqlen_q != 1 or q_kv_bounds is not None:
+        raise NotImplementedError("lists that several queries share")
+    _check_pair(q, q_rope, unified_kv, unified_kv_rope, v_head_dim)
+    order = _order_of(kv_indices)
+    lists = _Lists(kv_indices.long(), kv_indptr.tolist(), None, [])
+    source = _Rows(_TwoPool(unified_kv, unified_kv_rope), None)
+    query = two_pool.unpack(q, q_rope)
+    scale = v_head_dim**-0.5
+    return _attend(query, lists, source, order, attn_sink, scale, q_rope.dtype)
+
+
+def _check_pair(
+    q: torch.Tensor,
+    q_rope: torch.Tensor,
+    nope: torch.Tensor,
+    rope: torch.Tensor,
+    v_head_dim: int,
+) -> None:
+    """Refuse what aiter's kernels would read as something else.
+
+    Raises:
+        ValueError: rows of another layout, or pools that are not a pair.
+    """
+    sizes = (q.shape[-1], q_rope.shape[-1], nope.shape[-1], rope.shape[-1], v_head_dim)
+    row, turned = two_pool.ROW_BYTES, two_pool.ROPE_DIM
+    if sizes != (row, turned, row, turned, two_pool.NOPE_DIM + turned):
+        raise ValueError(f"row widths {sizes} are not those of the fp8 layout")
+    if q.element_size() != 1 or nope.element_size() != 1 or rope.dtype != torch.bfloat16:
+        raise ValueError(f"the fp8 layout has no rows of {q.dtype}, {nope.dtype}, {rope.dtype}")
+    if len(nope) != len(rope):
+        raise ValueError(f"{len(nope)} rows without rope, {len(rope)} with it")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dsv4_reference_platform.kernels import two_pool
 from dsv4_reference_platform.kernels.indexer import hadamard_rows, quantize_fp8_rows
 from dsv4_reference_platform.kernels.norm_rope import rms_norm_rows, rotate_pairs
 
@@ -381,22 +382,24 @@ def compress_norm_rope_store(
     """Stands for ``sglang.kernels.ops.attention.dsv4.compress.compress_norm_rope_store``.
 
     Norm with weight, rotation at the block's FIRST position (``seq_len - ratio``), then one of
-    two stores: bf16 rows of the unified KV pool, or (head_dim 128) the indexer's key: Hadamard
-    transform and fp8 with one fp32 scale per row.
+    three stores: bf16 rows of the unified KV pool; its fp8 rows, quantised from bf16 as stock does; or
+    (head_dim 128) the indexer's key: Hadamard transform and fp8 with one fp32 scale per row.
 
     Args:
         kv: ``[events, head_dim]`` from ``compress_forward``.
         norm_weight: ``[head_dim]``; freq_cis: ``[max_position, rope_dim // 2]`` complex64.
         out_loc: int; per token of the chunk in prefill (indexed by the plan's ragged id), per
-            request in decode. A bf16 row index, or an index slot.
-        kvcache: uint8 view: ``[rows, 2 * head_dim]`` bytes, or ``[pages, page_size * 132]``.
+            request in decode. A row of the pool, or an index slot.
+        kvcache: uint8 view: ``[rows, 2 * head_dim]`` bytes (bf16), ``[rows, 512]`` (fp8), or
+            ``[pages, page_size * 132]`` (indexer).
+        kvcache_rope: with ``fp8_2buff`` the second pool, uint8 view ``[rows, 128]``.
 
     Raises:
-        NotImplementedError: for the fp4 and the fp8 latent layouts.
+        NotImplementedError: for the fp4 and the paged fp8 latent layouts.
     """
     is_indexer = kv.shape[-1] == 128
-    if use_fp4 or fp8_2buff or not (bf16_store or is_indexer):
-        raise NotImplementedError("the reference platform stores bf16 rows and fp8 indexer keys")
+    if use_fp4 or not (bf16_store or fp8_2buff or is_indexer):
+        raise NotImplementedError("the fp4 and the paged fp8 layouts")
     info = plan[1].view(torch.int32).long()
     if plan.is_decode:
         keep = ((info[:, 0] % plan.compress_ratio == 0) & (info[:, 0] > 0)).nonzero().squeeze(1)
@@ -413,6 +416,11 @@ def compress_norm_rope_store(
     rows[:, -rope:] = rotate_pairs(rows[:, -rope:], angles.real.float(), angles.imag.float())
     if bf16_store:
         kvcache.view(torch.bfloat16)[loc] = rows.to(torch.bfloat16)
+        return
+    if fp8_2buff:
+        half = rows.to(torch.bfloat16)
+        two_pool.store(kvcache, loc, two_pool.pack_nope(half[:, :-rope].float(), floor=1e-4))
+        kvcache_rope.view(torch.bfloat16)[loc] = half[:, -rope:]
         return
     values, scale = quantize_fp8_rows(hadamard_rows(rows))
     pages = kvcache.view(-1, page_size * 132)

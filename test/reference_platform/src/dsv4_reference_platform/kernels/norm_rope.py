@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from dsv4_reference_platform.kernels import two_pool
+
 TOKEN_BLOCK = 64
 """Tokens handled at a time where a token has many heads: what fits into the processor's cache."""
 
@@ -136,46 +138,88 @@ def fused_qk_norm_rope_swa_store(
     k_rope_out: torch.Tensor | None = None,
     q_rope_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Stands for ``sglang.kernels.ops.attention.fused_qk_norm_rope_store`` of the same name.
+    """Stands for ``sglang.kernels.ops.attention.fused_qk_norm_rope_store`` of the same name; with
+    ``fp8_2buff`` for aiter's ``fused_qk_norm_rope_group_quant``, which stock calls there.
 
-    The decode (and verify) path: norm and rotate q and kv, kv in place, and store kv's row in the
-    SWA ring at ``swa_loc``. Unlike the prefill kernels it stays in fp32 from norm to rotation and
-    takes its angles from ``cos_cache`` / ``sin_cache`` (stock: bf16 tables), so a decoded K row
-    differs from a prefilled one in the last bit, here as in stock.
+    Norm and rotate q and kv, and store kv's row in the SWA ring at ``swa_loc``. With bf16 rows this is
+    the decode (and verify) path; with fp8 rows the prefill too, which gets its rows of K in
+    ``k_nope_out`` and ``k_rope_out`` and writes them to the ring later. It stays in fp32 from norm to
+    rotation and takes its angles from ``cos_cache`` / ``sin_cache`` (stock: bf16 tables), which the
+    kernels that prefill bf16 rows do not. So a decoded bf16 row of K differs from a prefilled one in the
+    last bit, here as in stock, and a decoded fp8 row does not.
 
     Args:
         q: ``[tokens, heads * head_dim]`` or ``[splits, tokens, heads * head_dim]`` (summed).
-        kv: ``[tokens, head_dim]``, mutated.
+        kv: ``[tokens, head_dim]``, mutated; with ``fp8_2buff`` only read.
         cos_cache, sin_cache: ``[max_position, ..., rope_head_dim // 2]``.
         swa_cache: ``[rows, head_dim]`` bf16; with ``swa_loc`` ``[tokens]`` the ring rows to write.
+            With ``fp8_2buff`` ``[rows, 512]`` float8_e4m3fn, and ``swa_rope_cache`` ``[rows, 64]`` bf16.
+        q_out: ``[tokens, heads, head_dim]``, allocated as ``dtype`` if None.
+        q_rope_out: ``[tokens, heads, 64]`` bf16, with a ``q_out`` of float8_e4m3fn: q packed like K.
+        k_nope_out, k_rope_out: ``[tokens, 512]`` float8_e4m3fn and ``[tokens, 64]`` bf16, or None.
 
     Returns:
-        ``q_out`` (``[tokens, heads, head_dim]``, allocated as ``dtype`` if None).
+        ``q_out``.
 
     Raises:
-        NotImplementedError: for the fp8 layouts (paged fp8 store, two pools).
+        NotImplementedError: for the paged fp8 store.
+        ValueError: ``q_out`` and ``q_rope_out`` do not fit each other.
     """
-    if fp8_2buff or (swa_cache is not None and not bf16_store):
-        raise NotImplementedError("the reference platform stores bf16 rows only")
+    if swa_cache is not None and not (bf16_store or fp8_2buff):
+        raise NotImplementedError("the paged fp8 store")
     head_dim = kv.shape[1]
     q = q.float().sum(0) if q.dim() == 3 else q
     q = q.reshape(q.shape[0], -1, head_dim)
     if q_out is None:
         q_out = torch.empty(q.shape, dtype=dtype)
+    if (q_rope_out is not None) != (q_out.element_size() == 1):
+        raise ValueError(f"q_out is {q_out.dtype}, and q_rope_out is {q_rope_out}")
     half = rope_head_dim // 2
     rows = positions.long()
     cos = cos_cache.reshape(cos_cache.shape[0], half)[rows].float()
     sin = sin_cache.reshape(sin_cache.shape[0], half)[rows].float()
 
-    normed_q = rms_norm_rows(q, q_norm_weight, q_rms_eps)
-    q_out[..., :-rope_head_dim] = normed_q[..., :-rope_head_dim].to(q_out.dtype)
-    q_out[..., -rope_head_dim:] = rotate_pairs(
-        normed_q[..., -rope_head_dim:], cos.unsqueeze(1), sin.unsqueeze(1)
-    ).to(q_out.dtype)
+    for start in range(0, q.shape[0], TOKEN_BLOCK):
+        block = slice(start, start + TOKEN_BLOCK)
+        turned = _norm_and_rotate(
+            q[block], q_norm_weight, q_rms_eps, cos[block].unsqueeze(1), sin[block].unsqueeze(1)
+        )
+        if q_rope_out is None:
+            q_out[block] = turned.to(q_out.dtype)
+        else:
+            two_pool.store(q_out, block, _packed(turned))
+            q_rope_out[block] = turned[..., two_pool.NOPE_DIM :].to(q_rope_out.dtype)
 
-    normed_kv = rms_norm_rows(kv, kv_norm_weight, kv_rms_eps)
-    kv[:, :-rope_head_dim] = normed_kv[:, :-rope_head_dim].to(kv.dtype)
-    kv[:, -rope_head_dim:] = rotate_pairs(normed_kv[:, -rope_head_dim:], cos, sin).to(kv.dtype)
+    turned = _norm_and_rotate(kv, kv_norm_weight, kv_rms_eps, cos, sin)
+    if fp8_2buff:
+        nope, rope = _packed(turned), turned[:, two_pool.NOPE_DIM :].to(torch.bfloat16)
+        if k_nope_out is not None:
+            two_pool.store(k_nope_out, slice(None), nope)
+            k_rope_out.copy_(rope)
+        if swa_cache is not None:
+            two_pool.store(swa_cache, swa_loc.long(), nope)
+            swa_rope_cache[swa_loc.long()] = rope
+        return q_out
+    kv.copy_(turned)
     if swa_cache is not None and swa_loc is not None:
         swa_cache[swa_loc.long()] = kv.to(swa_cache.dtype)
     return q_out
+
+
+def _norm_and_rotate(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> torch.Tensor:
+    """Normed rows of ``x`` whose last ``2 * cos.shape[-1]`` elements are rotated; fp32 throughout."""
+    normed = rms_norm_rows(x, weight, eps)
+    rope = 2 * cos.shape[-1]
+    normed[..., -rope:] = rotate_pairs(normed[..., -rope:], cos, sin)
+    return normed
+
+
+def _packed(rows: torch.Tensor) -> torch.Tensor:
+    """The elements without rope, as aiter packs them: from fp32."""
+    return two_pool.pack_nope(rows[..., : two_pool.NOPE_DIM], floor=1e-12)

@@ -1,7 +1,8 @@
 """fp8 rows (SGLANG_DSV4_UNIFIED_KV_FP8): a window has two planes, and a hit equals a cold run.
 
-On a real scheduler over the two-pool layout, with storage. As everywhere, an exactness test asserts the
-cached tokens, the tier, the restores verified, ids and logprobs, over rings that were scribbled.
+On a real scheduler over the two-pool layout, and on one with storage. As everywhere, an exactness test
+asserts the cached tokens, the tier, the restores verified, ids and logprobs, over rings that were
+scribbled.
 """
 
 from __future__ import annotations
@@ -24,9 +25,17 @@ def store(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def process(scheduler_process, store):
-    with scheduler_process("fp8", ARGS, **FP8, **directory(store)) as running:
+def process(scheduler_process):
+    with scheduler_process("fp8", ["--chunked-prefill-size", "512"], **FP8) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def storing(scheduler_process, store):
+    with scheduler_process("fp8-l3", ARGS, **FP8, **directory(store)) as running:
+        yield running
+        log = running.log()
+    assert_clean(log)
 
 
 def layout(h):
@@ -69,13 +78,6 @@ def test_the_next_turn_resumes_on_the_last_page_of_the_answer(process, tier):
     assert not without.same_answer(placed), "the control noticed nothing"
 
 
-def test_a_hit_from_storage(process):
-    ids = prompt(8300, 3 * PAGE + 40)
-    first = process.run(l3.populate, ids, 3)
-    hit, gains, _ = process.run(l3.from_storage, ids, 3)
-    assert_exact_from(first, hit, gains, 3 * PAGE)
-
-
 @pytest.mark.parametrize("how", ["skip", "window", "rope", "state"])
 def test_control_a_broken_restore_changes_the_answer(process, how):
     first, hit, gains = process.run(scenarios.broken_restore, prompt(8400, 700), 4, how, False)
@@ -93,14 +95,16 @@ def test_control_a_flipped_bit_of_either_plane_is_a_mismatch(process, how):
     assert hit.ids == []
 
 
-def test_a_bf16_server_never_hits_what_an_fp8_server_stored(process, scheduler_process, store):
-    """The prompt is in storage; a server with bf16 rows on the same directory computes it."""
-    ids = prompt(8500, 2 * PAGE + 9)
-    process.run(l3.populate, ids, 2)
-    stored, _, _ = process.run(l3.from_storage, ids, 2)
-    assert stored.storage == 2 * PAGE
+def test_a_hit_from_storage_and_a_bf16_server_that_finds_nothing_there(
+    storing, scheduler_process, store
+):
+    ids = prompt(8300, 3 * PAGE + 40)
+    first = storing.run(l3.populate, ids, 3)
+    hit, gains, _ = storing.run(l3.from_storage, ids, 3)
+    assert_exact_from(first, hit, gains, 3 * PAGE)
     with scheduler_process("bf16-beside", ARGS, **directory(store)) as other:
-        (answer,), gains = other.run(scenarios.cold_gains, ids, 2)
+        (answer,), gains = other.run(scenarios.cold_gains, ids, 3)
         assert answer.cached == 0
         assert gains["restored"] == 0
+        assert answer.logprobs != first.logprobs, "the other server has fp8 rows too"
         assert_clean(other.log())

@@ -415,10 +415,17 @@ RULES: tuple[Rule, ...] = (
         _field("speculative_algorithm", None),
         planned=True,
     ),
-    Rule("tp", "--tp-size", "must be 1", _field("tp_size", 1), planned=True),
     Rule("dp", "--dp-size", "must be 1", _field("dp_size", 1), planned=True),
     Rule("attn_dp", "--attn-dp-size", "must be 1", _field("attn_dp_size", 1), planned=True),
     Rule("pp", "--pp-size", "must be 1", _field("pp_size", 1), planned=True),
+    Rule(
+        "storage_ranks",
+        "--hicache-storage-backend",
+        "must be unset with --tp-size above 1: one rank writes for all, and nothing proves yet that the "
+        "others hold the same bytes",
+        lambda s: s.cfg.hicache_storage_backend is not None and s.cfg.tp_size > 1,
+        planned=True,
+    ),
     Rule(
         "storage_backend",
         "--hicache-storage-backend",
@@ -460,9 +467,12 @@ def check(startup: Startup) -> None:
 
 
 def storage_problem(
-    storage_backend: str, write_policy: str | None, model_name: str | None
+    storage_backend: str, write_policy: str | None, model_name: str | None, *, ranks: int
 ) -> str | None:
-    """Why a storage backend cannot be attached at run time with this write policy, or None."""
+    """Why a storage backend cannot be attached at run time with this write policy, or None. `ranks`:
+    that hold the same KV."""
+    if ranks > 1:
+        return "storage is not supported with --tp-size above 1 yet"
     if storage_backend not in STORAGE_BACKENDS:
         return f"the storage backend must be one of {', '.join(STORAGE_BACKENDS)}"
     if write_policy not in (None, "write_through"):

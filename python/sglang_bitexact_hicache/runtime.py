@@ -37,6 +37,7 @@ from sglang_bitexact_hicache.metrics import Counters
 from sglang_bitexact_hicache.options import Options
 from sglang_bitexact_hicache.planner import CapturePlanner, Wanted
 from sglang_bitexact_hicache.policy import DEFAULT_KINDS, Keep, Kind
+from sglang_bitexact_hicache.ranks import Ranks
 from sglang_bitexact_hicache.restore import Restore, RestorePipeline
 from sglang_bitexact_hicache.transfer import Event, open_lane
 from sglang_bitexact_hicache.truth import TruthStore
@@ -75,6 +76,7 @@ class TruthRuntime:
         chunk_tokens: the most tokens that one extend forward computes.
         debug: verify every restore on the device (SGLANG_SWA_DBG_CHECKSUM).
         pin: whether host memory is pinned on this platform.
+        ranks: the others that hold the same KV, None where there are none.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class TruthRuntime:
         chunk_tokens: int,
         debug: bool,
         pin: bool,
+        ranks: Ranks | None = None,
     ) -> None:
         self.cache = cache
         self.store = cache.store
@@ -113,6 +116,7 @@ class TruthRuntime:
         self._restore = RestorePipeline(
             view, pools, RESTORE_STAGING, self._in_lane, self.counters, pin=pin
         )
+        self._ranks = Ranks() if ranks is None else ranks
         self._checks = DebugChecks(view, pools, self.counters) if debug else None
         self._pending: dict[Any, Restore] = {}
         # Per host slot, the last copy that wrote it and the last that read it.
@@ -128,13 +132,27 @@ class TruthRuntime:
         After the cache and the device pools exist, before the scheduler takes a request.
 
         Raises:
-            ValueError: host or device memory cannot be had; the message names the flag to change.
+            ValueError: host or device memory cannot be had, or another rank was started with other
+                options (on another host, say); the message names the flag or the option.
         """
         from sglang.srt.utils.common import is_pin_memory_available
 
         view = DeviceView(cache.token_to_kv_pool_allocator.get_kvcache())
         pin = is_pin_memory_available(view.device)
         slots = options.sizing.slots
+        Ranks.of(cache).require_same(
+            {
+                "host slots": slots,
+                "stride": options.stride,
+                "kinds of reuse points": sum(
+                    1 << i for i, k in enumerate(Kind) if k in options.kinds
+                ),
+                "row limit": options.sizing.row_limit,
+                "largest extend": largest_extend(server_args),
+                "aligned prefill": options.aligned_prefill,
+                "checks": options.checksum,
+            }
+        )
         cache.attach_truth(TruthStore(slots))
         allocate = partial(pinned.allocate, device=view.device) if pin else None
         pools = TruthHostPools(view.layout, slots, allocate=allocate, release=pinned.release)
@@ -148,6 +166,7 @@ class TruthRuntime:
             chunk_tokens=largest_extend(server_args),
             debug=options.checksum,
             pin=pin,
+            ranks=Ranks.of(cache),
         )
         return runtime
 
@@ -164,9 +183,11 @@ class TruthRuntime:
         `fresh` are Reqs in batch order, after `alloc_for_extend`. A request whose admitted prefix
         has no truth is a bug of ours: its output is discarded and nothing of it is inserted.
         """
+        truths = self._agreed_truths([req for req in fresh if req.prefix_len])
         for req in fresh:
             # The copy first: it runs while the host goes on.
-            resumed = self._begin_restore(req) if req.prefix_len else None
+            truth = truths.get(id(req))
+            resumed = None if truth is None else self._begin_restore(req, *truth)
             self.cache.row_taken(req)
             junction = self.cache.junction(req)
             if junction is not None:
@@ -174,14 +195,26 @@ class TruthRuntime:
             if resumed is not None:
                 self.planner.hit(req, resumed)
 
-    def _begin_restore(self, req: Any) -> int | None:
-        """Lock the truth of an admitted prefix and start its copy in: its lineage."""
-        truth = self.cache.final_truth(req)
-        if truth is None:
+    def _agreed_truths(self, hits: Sequence[Any]) -> dict[int, tuple[int, int]]:
+        """By identity of the request, (lineage, slot) of the truth at its admitted prefix. A request for
+        which a rank has none is discarded on all of them."""
+        found = [self.cache.final_truth(req) for req in hits]
+        agreed = self._ranks.all_of([truth is not None for truth in found])
+        truths = {}
+        for req, truth, everywhere in zip(hits, found, agreed, strict=True):
+            if everywhere:
+                truths[id(req)] = truth
+                continue
             self.counters.restore_impossible += 1
-            discard_output(req, f"no truth for the admitted prefix of {req.prefix_len} tokens")
-            return None
-        lineage, slot = truth
+            where = "" if truth is None else " on another rank"
+            discard_output(
+                req, f"no truth for the admitted prefix of {req.prefix_len} tokens{where}"
+            )
+        return truths
+
+    def _begin_restore(self, req: Any, lineage: int, slot: int) -> int:
+        """Lock the truth of an admitted prefix and start its copy in; returns its lineage."""
+        self._ranks.note("restore %s P=%d slot=%d", req.rid, req.prefix_len, slot)
         self.store.lock(slot)
         restore = Restore(
             row=req.kv.req_pool_idx,
@@ -277,9 +310,16 @@ class TruthRuntime:
         for restore in restores:
             self._unlock(restore)
         if self._checks is not None:
-            for req, restore in due:
-                if not self._checks.verify(req, restore):
-                    discard_output(req, "restored bytes differ from the captured ones")
+            self._verify(due)
+
+    def _verify(self, due: Sequence[tuple[Any, Restore]]) -> None:
+        """What is wrong on one rank is discarded on all: the batch is the same everywhere."""
+        right = [self._checks.verify(req, restore) for req, restore in due]
+        agreed = self._ranks.all_of(right)
+        for (req, _), here, everywhere in zip(due, right, agreed, strict=True):
+            if not everywhere:
+                where = " on another rank" if here else ""
+                discard_output(req, f"restored bytes differ from the captured ones{where}")
 
     def _unlock(self, restore: Restore) -> None:
         # The slot may be handed to a capture right away: that copy waits for this one.
@@ -348,6 +388,13 @@ class TruthRuntime:
             self._written[wanted.slot] = event
             if source.reads_ring:
                 self._row_read[source.slot] = gathered
+            self._ranks.note(
+                "capture row=%d P=%d slot=%d %s",
+                source.slot,
+                wanted.boundary,
+                wanted.slot,
+                wanted.keep.name,
+            )
             if self.planner.publish(wanted) and wanted.keep is Keep.LIVE:
                 self.counters.decode_captured += 1
 

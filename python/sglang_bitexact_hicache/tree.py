@@ -284,7 +284,10 @@ class BxCache(UnifiedRadixCache):
     def attach_storage_backend(self, storage_backend: str, **options: Any) -> tuple[bool, str]:
         """At run time as at startup: what startup would refuse is refused, and nothing changes."""
         problem = storage_problem(
-            storage_backend, options.get("hicache_write_policy"), options.get("served_model_name")
+            storage_backend,
+            options.get("hicache_write_policy"),
+            options.get("served_model_name"),
+            ranks=self.tp_world_size,
         )
         if problem is None and self.truth_storage is None:
             problem = "this cache was built without storage"

@@ -48,10 +48,13 @@ _declare_torchvision_operators()
 @pytest.fixture(scope="session")
 def scheduler_process(tmp_path_factory):
     """Starts a scheduler process (scheduler_harness.py) with the feature on and its checks on:
-    `scheduler_process(name, args, **env)`; sizes that leave device hits alone."""
-    from scheduler_harness import SchedulerProcess
+    `scheduler_process(name, args, **env)`; sizes that leave device hits alone. With `ranks`: a process
+    for each of a server's tensor-parallel ranks."""
+    from scheduler_harness import SchedulerProcess, SchedulerRanks
 
-    def start(name: str, args: list[str], **env: str) -> SchedulerProcess:
+    def start(
+        name: str, args: list[str], *, ranks: int | None = None, **env: str
+    ) -> SchedulerRanks:
         log_path = tmp_path_factory.mktemp("scheduler") / f"{name}.log"
         flags = {
             "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "1",
@@ -60,6 +63,11 @@ def scheduler_process(tmp_path_factory):
             **env,
         }
         # Few request rows make SGLang's vestigial SWA budget push prefixes to host memory.
-        return SchedulerProcess(["--max-running-requests", "16", *args], flags, log_path=log_path)
+        args = ["--max-running-requests", "16", *args]
+        if ranks is None:
+            return SchedulerProcess(args, flags, log_path=log_path)
+        return SchedulerRanks(
+            ["--tp-size", str(ranks), *args], flags, ranks=ranks, log_path=log_path
+        )
 
     return start

@@ -10,8 +10,8 @@ import random
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from scheduler_harness import Harness, Result, Steps
 from sglang_bitexact_hicache.device_view import DeviceView
 
 PAGE = 256
+
+EVERY_RANK = range(1 << 10)
+"""Of the scenarios that break something: where."""
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -192,8 +195,15 @@ def fork(h: Harness, stem: Sequence[int], tail: Sequence[int], new: int, tier: s
     return first, hit, gains
 
 
-def broken_restore(h: Harness, ids: Sequence[int], new: int, how: str, checked: bool) -> Steps:
-    """A repeat with one thing broken: (cold, hit, counter gains).
+def broken_restore(
+    h: Harness,
+    ids: Sequence[int],
+    new: int,
+    how: str,
+    checked: bool,
+    ranks: Container[int] = EVERY_RANK,
+) -> Steps:
+    """A repeat with one thing broken on some ranks: (cold, hit, counter gains).
 
     `how`: "skip" leaves the rings as they were dirtied; in host memory, "window" flips a bit of one
     window row, "rope" one of its rope plane, "state" one of a C4 state row, "indexer" overwrites indexer
@@ -203,8 +213,12 @@ def broken_restore(h: Harness, ids: Sequence[int], new: int, how: str, checked: 
     first = yield from cold(h, ids, new)
     yield from h.settle()
     runtime = h.runtime
-    apply = skipping(runtime._restore) if how == "skip" else runtime._restore.apply
-    if how == "indexer":
+    broken = h.rank in ranks
+    skip = how == "skip" and broken
+    apply = skipping(runtime._restore) if skip else runtime._restore.apply
+    if not broken:
+        pass
+    elif how == "indexer":
         overwrite_indexer_state(runtime)
     elif how != "skip":
         pool, plane = {
@@ -234,20 +248,31 @@ def broken_restore(h: Harness, ids: Sequence[int], new: int, how: str, checked: 
     return first, hit, gains
 
 
-def broken_fork(h: Harness, stem: Sequence[int], tail: Sequence[int]) -> Steps:
-    """A failed check with chunks still to come: (the fork's result, counter gains, the same again)."""
+def broken_fork(
+    h: Harness, stem: Sequence[int], tail: Sequence[int], ranks: Container[int] = EVERY_RANK
+) -> Steps:
+    """A check that fails on some ranks with chunks still to come: (the fork's result, counter gains, the
+    same again)."""
     yield from h.flush()
     yield from h.generate([*stem, *reversed(tail)], 1)
     dirty_rings(h)
     before = counters(h)
-    runtime = h.runtime
-
-    with patched(runtime._restore, "apply", skipping(runtime._restore)):
+    pipeline = h.runtime._restore
+    apply = skipping(pipeline) if h.rank in ranks else pipeline.apply
+    with patched(pipeline, "apply", apply):
         broken = yield from h.generate([*stem, *tail], 2)
     gains = since(h, before)
     again = yield from h.generate([*stem, *tail], 2)
     yield from leak_free(h)
     return broken, gains, again
+
+
+def slot_taken(h: Harness, ids: Sequence[int], ranks: Container[int]) -> Steps:
+    """A prompt, after some ranks took a host slot that the others did not."""
+    yield from h.flush()
+    if h.rank in ranks:
+        h.cache.store.reserve()
+    yield from h.generate(ids, 2)
 
 
 def overwrite_indexer_state(runtime: Any) -> None:
@@ -263,11 +288,15 @@ def overwrite_indexer_state(runtime: Any) -> None:
             record[section.offset : section.offset + section.nbytes] = stored
 
 
-def no_truth_at_admission(h: Harness, ids: Sequence[int]) -> Steps:
-    """The re-check in prepare_for_extend fails: (result, counter gains, hit of a later repeat)."""
+def no_truth_at_admission(
+    h: Harness, ids: Sequence[int], ranks: Container[int] = EVERY_RANK
+) -> Steps:
+    """The re-check in prepare_for_extend fails on some ranks: (result, counter gains, hit of a later
+    repeat)."""
     first = yield from cold(h, ids, 2)
     before = counters(h)
-    with patched(h.cache, "final_truth", lambda req: None):
+    final_truth = (lambda req: None) if h.rank in ranks else h.cache.final_truth
+    with patched(h.cache, "final_truth", final_truth):
         result = yield from h.generate(ids, 2)
     gains = since(h, before)
     later = yield from h.generate(ids, 2)
@@ -288,8 +317,11 @@ def twins(h: Harness, ids: Sequence[int], new: int) -> Steps:
     return first, both, gains
 
 
-def hit_while_copy_in_flight(h: Harness, ids: Sequence[int], new: int) -> Steps:
-    """A second, identical prompt is admitted while the first one's capture is still being copied.
+def hit_while_copy_in_flight(
+    h: Harness, ids: Sequence[int], new: int, ranks: Container[int] = EVERY_RANK
+) -> Steps:
+    """A second, identical prompt is admitted while the first one's capture is still being copied on some
+    ranks.
 
     Returns (cold, second's result, whether the capture had landed when its restore began).
     """
@@ -301,13 +333,16 @@ def hit_while_copy_in_flight(h: Harness, ids: Sequence[int], new: int) -> Steps:
     stage = runtime._restore.stage
 
     def observed(restore: Any) -> bool:
+        if h.rank not in ranks:
+            runtime._out_lane.drain()
         landed.append(restore.written.done())
         # The second request's forward waits for the copy: let it go while it waits.
         threading.Timer(0.3, lane._open.set).start()
         return stage(restore)
 
     lane = runtime._out_lane
-    with lane.held(), patched(runtime._restore, "stage", observed):
+    held = lane.held() if h.rank in ranks else nullcontext()
+    with held, patched(runtime._restore, "stage", observed):
         one = h.submit(ids, new)
         while (one.extend_end or 0) < len(ids) or not one.kv.holds_kv:
             yield

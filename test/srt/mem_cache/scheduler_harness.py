@@ -13,16 +13,22 @@ real objects, and one process serves all tests of one configuration.
 
     with SchedulerProcess(args=[...], env={...}) as process:
         assert process.run(scenario, prompt) == 0
+
+With tensor parallelism there is a process for each rank (`SchedulerRanks`). Each runs the whole scenario
+on its own scheduler, one step with every pass of the ranks' event loops, which a barrier keeps together
+as SGLang's broadcast of requests does in a server.
 """
 
 from __future__ import annotations
 
 import importlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
 import types
 from array import array
@@ -32,7 +38,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsv4_reference_platform.launch import server_argv, server_env
+import torch
+
+from dsv4_reference_platform.launch import free_port, server_argv, server_env
 
 Steps = Generator[None, None, Any]
 
@@ -67,6 +75,13 @@ class Harness:
     def cache(self) -> Any:
         """The scheduler's tree cache."""
         return self.scheduler.tree_cache
+
+    @property
+    def rank(self) -> int:
+        """The tensor-parallel rank of this scheduler."""
+        from sglang.srt.runtime_context import get_parallel
+
+        return get_parallel().tp_rank
 
     @property
     def runtime(self) -> Any:
@@ -167,14 +182,118 @@ class Harness:
         self.cache.evict(EvictParams(num_tokens=tokens))
 
 
-class SchedulerProcess:
-    """A child process with one scheduler; `run` executes scenarios in it, one at a time.
+class SchedulerRanks:
+    """The child processes of a server's tensor-parallel ranks; `run` executes scenarios in all of them,
+    one at a time.
 
     Args:
         args: server flags, appended to the platform's and the request's defaults.
-        env: environment variables of the child.
-        log_path: where its output goes.
+        env: environment variables of the children.
+        ranks: how many there are; the flags say so too.
+        log_path: where their output goes.
     """
+
+    def __init__(
+        self,
+        args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        *,
+        ranks: int,
+        log_path: Path,
+        start_timeout: float = 240.0,
+    ) -> None:
+        self.args = list(args)
+        self.ranks = ranks
+        argv = server_argv(port=0, args=args)
+        # The program and `-m sglang.launch_server` are what the children stand in for.
+        # They wait for the next scenario where a server would sleep.
+        self._argv = [a for a in argv[argv.index("--model-path") :] if a != "--sleep-on-idle"]
+        self._env = server_env(env)
+        self.log_path = log_path
+        self._timeout = start_timeout
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+        self._failed = False
+
+    def __enter__(self) -> Any:
+        # A scheduler that fails signals its parent, which in a server is the launcher: here the
+        # failure arrives through the pipe.
+        self._sigquit = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+        context = multiprocessing.get_context("spawn")
+        before = dict(os.environ)
+        os.environ.update(self._env)
+        where = free_port()
+        try:
+            for rank in range(self.ranks):
+                pipe, child = context.Pipe()
+                process = context.Process(
+                    target=_child, args=(child, self._argv, str(self.log_path), rank, where)
+                )
+                process.daemon = True
+                process.start()
+                child.close()
+                self._pipes.append(pipe)
+                self._processes.append(process)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        if set(self._receive(self._timeout)) != {"ready"}:
+            raise RuntimeError("a scheduler process said something else than ready")
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            # After a failure the others wait for the one that failed.
+            process.join(0 if self._failed else 10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        signal.signal(signal.SIGQUIT, self._sigquit)
+
+    def run(self, scenario: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
+        """Run `scenario(harness, *args)` of an importable test module on every rank; what each returns.
+
+        A generator is stepped with the event loop, a plain function runs in one go. Raises
+        AssertionError with the traceback of the first rank that failed; then, with several ranks, the
+        others may be waiting for it, and nothing more can be run.
+        """
+        if self._failed:
+            raise RuntimeError("a rank failed in an earlier scenario")
+        for pipe in self._pipes:
+            pipe.send((scenario.__module__, scenario.__qualname__, args))
+        return self._receive(timeout)
+
+    def log(self) -> str:
+        """The children's output so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def _receive(self, timeout: float) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        values: dict[int, Any] = {}
+        while waiting := [p for rank, p in enumerate(self._pipes) if rank not in values]:
+            ready = multiprocessing.connection.wait(waiting, deadline - time.monotonic())
+            if not ready:
+                self._failed = True
+                raise TimeoutError(f"no answer in {timeout} s; log ends:\n{self.log()[-4000:]}")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    ok, values[rank] = pipe.recv()
+                except EOFError:
+                    self._failed = True
+                    raise RuntimeError(
+                        f"scheduler {rank} died; log ends:\n{self.log()[-4000:]}"
+                    ) from None
+                if not ok:
+                    self._failed = self.ranks > 1
+                    raise AssertionError(f"in scheduler process {rank}:\n{values[rank]}")
+        return [values[rank] for rank in range(self.ranks)]
+
+
+class SchedulerProcess(SchedulerRanks):
+    """A child process with the one scheduler of a server that has one rank."""
 
     def __init__(
         self,
@@ -184,72 +303,16 @@ class SchedulerProcess:
         log_path: Path,
         start_timeout: float = 240.0,
     ) -> None:
-        self.args = list(args)
-        argv = server_argv(port=0, args=args)
-        # The program and `-m sglang.launch_server` are what the child stands in for.
-        # It waits for the next scenario where a server would sleep.
-        self._argv = [a for a in argv[argv.index("--model-path") :] if a != "--sleep-on-idle"]
-        self._env = server_env(env)
-        self.log_path = log_path
-        self._timeout = start_timeout
-        self._process: Any = None
-        self._pipe: Any = None
-
-    def __enter__(self) -> SchedulerProcess:
-        # A scheduler that fails signals its parent, which in a server is the launcher: here the
-        # failure arrives through the pipe.
-        self._sigquit = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
-        context = multiprocessing.get_context("spawn")
-        self._pipe, child = context.Pipe()
-        before = dict(os.environ)
-        os.environ.update(self._env)
-        try:
-            self._process = context.Process(
-                target=_child, args=(child, self._argv, str(self.log_path)), daemon=True
-            )
-            self._process.start()
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
-        child.close()
-        if self._receive(self._timeout) != "ready":
-            raise RuntimeError("the scheduler process said something else than ready")
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self._pipe.close()
-        self._process.join(10)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-        signal.signal(signal.SIGQUIT, self._sigquit)
+        super().__init__(args, env, ranks=1, log_path=log_path, start_timeout=start_timeout)
 
     def run(self, scenario: Callable[..., Any], *args: Any, timeout: float = 300.0) -> Any:
-        """Run `scenario(harness, *args)` of an importable test module; returns what it returns.
-
-        A generator is stepped with the event loop, a plain function runs in one go. Raises
-        AssertionError with the child's traceback if it failed.
-        """
-        self._pipe.send((scenario.__module__, scenario.__qualname__, args))
-        return self._receive(timeout)
-
-    def log(self) -> str:
-        """The child's output so far."""
-        return self.log_path.read_text(errors="replace")
-
-    def _receive(self, timeout: float) -> Any:
-        if not self._pipe.poll(timeout):
-            raise TimeoutError(f"no answer in {timeout} s; log ends:\n{self.log()[-4000:]}")
-        try:
-            ok, value = self._pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"the scheduler died; log ends:\n{self.log()[-4000:]}") from None
-        if not ok:
-            raise AssertionError(f"in the scheduler process:\n{value}")
+        """Run `scenario(harness, *args)`; returns what it returns (see SchedulerRanks.run)."""
+        (value,) = super().run(scenario, *args, timeout=timeout)
         return value
 
 
-def _child(pipe: Any, argv: list[str], log_path: str) -> None:
+def _child(pipe: Any, argv: list[str], log_path: str, rank: int, where: int) -> None:
+    """One rank's process; `where`: the port at which the ranks find each other."""
     # Only the file's own folder makes the test modules importable by name here.
     sys.path.insert(0, str(Path(__file__).parent))
     with open(log_path, "ab", buffering=0) as log:
@@ -266,13 +329,14 @@ def _child(pipe: Any, argv: list[str], log_path: str) -> None:
         server_args.resolve_once()
         server_args.check_server_args()
         port_args = PortArgs.init_new(server_args)
+        port_args.nccl_port = where
         with _sinks(port_args.tokenizer_ipc_name, port_args.detokenizer_ipc_name):
             module.Scheduler.ingest_requests = _Driver(pipe).ingest
             module.run_scheduler_process(
                 server_args,
                 port_args,
-                gpu_id=0,
-                tp_rank=0,
+                gpu_id=rank,
+                tp_rank=rank,
                 pp_rank=0,
                 dp_rank=None,
                 pipe_writer=types.SimpleNamespace(send=lambda info: pipe.send((True, "ready"))),
@@ -328,6 +392,7 @@ class _Driver:
         if self._harness is None:
             self._harness = Harness(scheduler)
         try:
+            self._meet()
             if self._steps is None:
                 outcome = self._begin()
                 if not isinstance(outcome, Generator):
@@ -343,6 +408,12 @@ class _Driver:
         except Exception:
             self._steps = None
             self._pipe.send((False, traceback.format_exc()))
+
+    def _meet(self) -> None:
+        """Every rank takes its n-th step before any takes its next."""
+        group = self._harness.scheduler.tp_cpu_group
+        if torch.distributed.get_world_size(group) > 1:
+            torch.distributed.barrier(group)
 
     def _begin(self) -> Any:
         module, name, args = self._pipe.recv()

@@ -338,10 +338,10 @@ CASES: dict[str, Case] = {
         *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
         *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
     ),
-    "tp": _case("--tp-size", "2"),
     "dp": _case("--dp-size", "2"),
     "attn_dp": _case("--attn-dp-size", "2", "--tp-size", "2"),
     "pp": _case("--pp-size", "2"),
+    "storage_ranks": _case("--hicache-storage-backend", "file", "--tp-size", "2"),
     "storage_backend": _case("--hicache-storage-backend", "mooncake"),
     "served_model_name": _case(
         "--served-model-name", "m" * 130, "--hicache-storage-backend", "file"
@@ -381,8 +381,7 @@ def test_refused_in_the_launcher(name, model, tmp_path):
     (line,) = (line for line in lines if line.startswith(f"  {rule.message()}"))
     if rule.got is not None:
         assert line.endswith(f", got {args[-1]!r}"), "what was typed is repeated"
-    # Nothing else is wrong with it, but that attention DP needs several ranks.
-    assert len(lines) == (2 if name == "attn_dp" else 1), error.value
+    assert len(lines) == 1, error.value
 
 
 def test_all_that_is_wrong_is_said_at_once(model):
@@ -403,6 +402,7 @@ def test_all_that_is_wrong_is_said_at_once(model):
         ("--chunked-prefill-size", "512"),
         ("--disable-overlap-schedule",),
         ("--hicache-swa-offload-page-stride", "16"),
+        ("--tp-size", "2"),
     ],
 )
 def test_what_is_free_to_choose_is_not_refused(args, model):

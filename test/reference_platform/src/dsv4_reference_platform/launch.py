@@ -53,6 +53,9 @@ PLATFORM_ENV = {
     # Same bits for the same product, wherever the operands lie in memory.
     "MKL_CBWR": "AUTO",
     "OMP_NUM_THREADS": "1",
+    # Or SGLang wants a NUMA node for each rank. Cores by rank, for the thread pool of its CPU kernels,
+    # which are not here: nothing is bound.
+    "SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * 8),
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }

@@ -5,12 +5,17 @@ integer tables and buffers of ``torch.empty`` alone: logits are flat, two server
 whatever was in memory, and every equality test passes for the wrong reason. Here each entry of
 the state dict gets values of its own from a generator seeded by its name, at a scale at which
 attention, compressor, indexer, router and mHC all matter to the logits.
+
+With tensor parallelism a rank gets its part of what the one rank would have: the ranks together are
+that model, but for the rounding of the partial sums that they add.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -28,34 +33,86 @@ def initialize_weights(model: torch.nn.Module, *_args, **_kwargs) -> None:
         ValueError: an integer table that this module does not know how to fill. An unknown
             table left as it is would be whatever the allocator returned.
     """
+    shards = dict(_shards(model))
     with torch.no_grad():
         for name, value in model.state_dict().items():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             if torch.is_floating_point(value):
-                _fill_float(name, value, generator)
+                shard = shards.get(name, REPLICATED)
+                whole = _floats(name, shard.whole(value.shape), generator)
+                value.copy_(shard.of(whole).to(value.dtype))
             elif name.endswith("tid2eid"):
                 _fill_expert_table(value, _routed_experts(model), generator)
             else:
                 raise ValueError(f"no rule to fill the integer parameter {name} {value.dtype}")
 
 
-def _fill_float(name: str, value: torch.Tensor, generator: torch.Generator) -> None:
-    noise = torch.randn(value.shape, generator=generator)
+class Shard(NamedTuple):
+    """One rank's part of a parameter: of each of `blocks` equal blocks along `dim`, the `rank`-th of
+    `ranks` slices."""
+
+    dim: int = 0
+    blocks: int = 1
+    rank: int = 0
+    ranks: int = 1
+
+    def whole(self, shape: Sequence[int]) -> list[int]:
+        """The shape of the whole parameter, of which one of `shape` is the part."""
+        return [n * self.ranks if d == self.dim else n for d, n in enumerate(shape)]
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part of the whole parameter."""
+        if self.ranks == 1:
+            return whole
+        slices = whole.unflatten(self.dim, (self.blocks, self.ranks, -1))
+        return slices.select(self.dim + 1, self.rank).flatten(self.dim, self.dim + 1)
+
+
+REPLICATED = Shard()
+
+
+def _shards(model: torch.nn.Module) -> Iterator[tuple[str, Shard]]:
+    """Parameters of which a rank has a part, by name in the state dict."""
+    from sglang.srt.distributed.utils import get_group_rank_size
+    from sglang.srt.layers import linear
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from sglang.srt.runtime_context import get_parallel
+
+    for name, module in model.named_modules():
+        if isinstance(module, linear.RowParallelLinear):
+            where = get_group_rank_size(module.tp_group)
+            yield f"{name}.weight", Shard(1, 1, *where)
+        elif isinstance(module, linear.ColumnParallelLinear):
+            merged = isinstance(module, linear.MergedColumnParallelLinear)
+            where = get_group_rank_size(module.tp_group)
+            yield f"{name}.weight", Shard(0, len(module.output_sizes) if merged else 1, *where)
+        elif isinstance(module, VocabParallelEmbedding):
+            first = module.shard_indices.padded_org_vocab_start_index
+            rank = first // module.num_embeddings_per_partition
+            yield f"{name}.weight", Shard(0, 1, rank, module.tp_size)
+        elif isinstance(module, FusedMoE):
+            where = get_parallel().moe_tp_rank, get_parallel().moe_tp_size
+            yield f"{name}.w13_weight", Shard(1, 2, *where)
+            yield f"{name}.w2_weight", Shard(2, 1, *where)
+
+
+def _floats(name: str, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    """The whole parameter of this name, fp32."""
+    noise = torch.randn(shape, generator=generator)
     leaf = name.rsplit(".", 1)[-1]
     if "norm" in name and leaf == "weight":
-        noise = 1 + 0.1 * noise
-    elif leaf == "ape":
+        return 1 + 0.1 * noise
+    if leaf == "ape":
         # Additive bias on the compressor's softmax scores.
-        noise = 0.5 * noise
-    elif "embed_tokens" in name:
-        pass
-    elif value.dim() >= 2:
+        return 0.5 * noise
+    if "embed_tokens" in name:
+        return noise
+    if len(shape) >= 2:
         gain = next((g for key, g in _GAIN.items() if key in name), 1.0)
-        noise = noise * (gain / math.sqrt(value.shape[-1]))
-    else:
-        # attn_sink, router bias, mHC base and scale vectors.
-        noise = 0.3 * noise
-    value.copy_(noise.to(value.dtype))
+        return noise * (gain / math.sqrt(shape[-1]))
+    # attn_sink, router bias, mHC base and scale vectors.
+    return 0.3 * noise
 
 
 def _fill_expert_table(table: torch.Tensor, experts: int, generator: torch.Generator) -> None:

@@ -1,0 +1,170 @@
+"""Tensor parallelism: real schedulers of two ranks, each with its own rings, records and decisions.
+
+Every test asserts, for each rank by itself, what the tests of one rank assert: exact cached tokens, tier,
+restores verified on the device, ids and logprobs equal to a cold run. And that both did the same: their
+counters agree, and SGLang's rank consensus checker, which is on, compares matches, captures and restores
+with their slots as they happen and ends the processes at the first difference.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import scenarios
+from scenarios import PAGE, prompt
+
+RANKS = 2
+ONE_RANK = (1,)
+"""Where the controls break something: not the rank that answers."""
+
+TIMING = {"staging_waits"}
+"""Counters of what happened to be late."""
+
+
+@pytest.fixture(scope="module")
+def ranks(scheduler_process):
+    """The two ranks of one server, with an overlap schedule and a pool that overflows in no test but the
+    one that means it to."""
+    args = ["--chunked-prefill-size", "512"]
+    env = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
+    with scheduler_process("tp", args, ranks=RANKS, **env) as running:
+        yield running
+        log = running.log()
+    for word in ("MISMATCH", "reuse_reject", "BIND-MISS", "AssertionError", "Traceback"):
+        lines = [line for line in log.splitlines() if word in line and "server_args=" not in line]
+        # Only the controls, which break something on purpose, may say so.
+        assert all("MISMATCH" in x for x in lines), lines[:5]
+
+
+def same_everywhere(gains) -> None:
+    """The ranks counted the same, but for what depends on time."""
+    first, *others = [{k: v for k, v in g.items() if k not in TIMING} for g in gains]
+    assert all(other == first for other in others)
+
+
+def assert_exact(answers, cached: int, tier: str) -> None:
+    """Of each rank (cold run, hit, counter gains)."""
+    assert len(answers) == RANKS
+    for first, hit, gains in answers:
+        assert hit.error is None
+        assert hit.cached == cached
+        assert (hit.device, hit.host) == ((cached, 0) if tier == "device" else (0, cached))
+        assert gains["checks_verified"] == gains["restored"] == (cached > 0)
+        assert gains["checks_failed"] == gains["restore_impossible"] == 0
+        assert hit.same_answer(first)
+        assert len(set(hit.logprobs)) > 1, "flat logprobs prove nothing"
+    same_everywhere([gains for _, _, gains in answers])
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_repeat_is_the_cold_run_on_every_rank(ranks, tier):
+    answers = ranks.run(scenarios.repeat, prompt(1, 2 * PAGE + 129), 3, tier)
+    assert_exact(answers, 2 * PAGE, tier)
+
+
+@pytest.mark.parametrize(("pages", "tier"), [(1, "device"), (2, "host")])
+def test_a_fork_is_the_cold_run_on_every_rank(ranks, pages, tier):
+    # Page 1 is inside a chunk, page 2 ends one.
+    stem, tail = prompt(20 + pages, pages * PAGE), prompt(30 + pages, 400)
+    assert_exact(ranks.run(scenarios.fork, stem, tail, 4, tier), pages * PAGE, tier)
+
+
+def test_the_next_turn_resumes_on_a_decoded_page_on_every_rank(ranks):
+    ids = prompt(50, 2 * PAGE - 8)
+    answers = ranks.run(scenarios.chat, ids, 16, 50, 3, "host")
+    for _, (restored, placed, without), first_turn, gains in answers:
+        assert first_turn["decode_captured"] == 1
+        assert restored.cached == restored.host == 2 * PAGE
+        assert gains["checks_verified"] == gains["restored"] == 1
+        assert restored.same_answer(placed)
+        assert not without.same_answer(placed), "the control noticed nothing"
+    same_everywhere([gains for *_, gains in answers])
+
+
+def test_prompts_that_part_at_one_place_are_cut_there_on_every_rank(ranks):
+    stem = prompt(60, PAGE + 100)
+    prompts = [[*stem, *prompt(61 + i, 200)] for i in range(2)]
+    answers = ranks.run(scenarios.siblings, prompts, 3, "device")
+    for colds, results, _ in answers:
+        assert all(hit.same_answer(first) for first, hit in zip(colds, results, strict=True))
+    same_everywhere([gains[-1] for *_, gains in answers])
+
+
+def test_two_prompts_interleaved_are_their_cold_runs_on_every_rank(ranks):
+    one = prompt(46, 600)
+    two = [*one[:400], one[400] ^ 1, *one[401:]]
+    for colds, together, again in ranks.run(scenarios.interleaved, one, two, 3):
+        for results in (together, again):
+            assert all(r.same_answer(c) for r, c in zip(results, colds, strict=True))
+        assert max(r.cached for r in again) == 2 * PAGE
+
+
+@pytest.mark.parametrize("late", [(0,), (1,)], ids="rank {0[0]} is late".format)
+def test_a_copy_that_is_late_on_one_rank_decides_nothing(ranks, late):
+    answers = ranks.run(scenarios.hit_while_copy_in_flight, prompt(45, 600), 3, late)
+    for rank, (first, second, landed) in enumerate(answers):
+        assert landed == [rank not in late], "the ranks were alike: the test shows nothing"
+        assert second.cached == 2 * PAGE
+        assert second.same_answer(first)
+
+
+def test_a_retracted_request_resumes_on_every_rank(ranks):
+    one, two = prompt(63, 2 * PAGE + 30), prompt(64, PAGE + 40)
+    answers = ranks.run(scenarios.retracted, one, two, 4)
+    for _, results, retracted_at, gains in answers:
+        assert sum(count for count, _ in retracted_at) == 1
+        assert all(result.error is None for result in results)
+        assert gains["checks_failed"] == 0
+        assert gains["checks_verified"] == gains["restored"] == 1
+    same_everywhere([gains for *_, gains in answers])
+
+
+# ---- controls: one rank only, and not the one that answers
+
+
+@pytest.mark.parametrize("how", ["skip", "window"])
+def test_control_a_restore_broken_on_one_rank_changes_the_answer(ranks, how):
+    answers = ranks.run(scenarios.broken_restore, prompt(70, 300), 3, how, False, ONE_RANK)
+    for first, hit, _ in answers:
+        assert hit.cached == PAGE
+        assert all(math.isfinite(x) for x in hit.logprobs)
+        assert hit.logprobs != first.logprobs
+
+
+@pytest.mark.parametrize("how", ["skip", "state"])
+def test_control_a_mismatch_on_one_rank_is_answered_by_none(ranks, how):
+    answers = ranks.run(scenarios.broken_restore, prompt(71, 300), 2, how, True, ONE_RANK)
+    for rank, (_, hit, gains) in enumerate(answers):
+        assert gains["checks_failed"] == (rank in ONE_RANK)
+        assert "differ" in hit.error
+        assert ("on another rank" in hit.error) == (rank not in ONE_RANK)
+        assert hit.ids == []
+
+
+def test_a_mismatch_on_one_rank_with_chunks_to_come_inserts_nothing_on_any(ranks):
+    stem, tail = prompt(72, PAGE), prompt(73, 600)
+    for broken, _, again in ranks.run(scenarios.broken_fork, stem, tail, ONE_RANK):
+        assert "differ" in broken.error
+        assert broken.ids == []
+        assert again.error is None
+        assert again.cached == PAGE, "a page of the failed request was reused"
+
+
+def test_a_prefix_without_truth_on_one_rank_is_aborted_on_all(ranks):
+    answers = ranks.run(scenarios.no_truth_at_admission, prompt(74, 300), ONE_RANK)
+    for rank, (result, gains, later) in enumerate(answers):
+        assert gains["restore_impossible"] == 1
+        assert gains["restored"] == 0
+        assert "no truth" in result.error
+        assert ("on another rank" in result.error) == (rank not in ONE_RANK)
+        assert later.cached == PAGE
+
+
+def test_control_a_slot_taken_on_one_rank_only_ends_the_ranks(ranks):
+    """The last test of its processes: a decision of one rank, and the checker that all of them ran under
+    sees it."""
+    with pytest.raises(RuntimeError, match="died"):
+        ranks.run(scenarios.slot_taken, prompt(75, 600), ONE_RANK)
+    assert "Found rank divergence" in ranks.log()
+    assert "bit-exact HiCache: capture" in ranks.log()

@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 import rank_replicas
+import torch
 from bitexact_fixtures import cpu_hicache, make_server_args
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,3 +101,37 @@ def test_control_a_decision_of_one_rank_is_found(monkeypatch, server_args, broke
             found = differences(play(server_args, random_script(seed, STEPS))[0])
             if found:
                 raise Violation(found)
+
+
+# ---- what is compared at startup
+
+
+def reduced_with(other: dict[str, int]):
+    """An all-reduce with one other rank, which has these numbers."""
+
+    def reduce(tensor, _op) -> None:
+        theirs = [n for value in other.values() for n in (value, ~value)]
+        tensor.copy_(torch.minimum(tensor, torch.tensor(theirs)))
+
+    return reduce
+
+
+@given(st.lists(st.tuples(st.integers(-(2**62), 2**62), st.integers(-2, 2)), min_size=1))
+def test_ranks_that_were_started_differently_say_so_on_each(pairs):
+    here = {f"n{i}": value for i, (value, _) in enumerate(pairs)}
+    there = {f"n{i}": value + change for i, (value, change) in enumerate(pairs)}
+    wrong = [name for name in here if here[name] != there[name]]
+    for mine, theirs in ((here, there), (there, here)):
+        ranks = Ranks(reduced_with(theirs))
+        if not wrong:
+            ranks.require_same(mine)
+            continue
+        with pytest.raises(ValueError, match="the ranks of this server differ in ") as error:
+            ranks.require_same(mine)
+        assert [name for name in mine if f"{name} (here" in str(error.value)] == wrong
+
+
+def test_one_rank_asks_nobody():
+    ranks = Ranks()
+    assert ranks.all_of([True, False]) == [True, False]
+    ranks.require_same({"slots": 1})

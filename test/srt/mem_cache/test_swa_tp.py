@@ -82,6 +82,14 @@ def test_the_next_turn_resumes_on_a_decoded_page_on_every_rank(ranks):
     same_everywhere([gains for *_, gains in answers])
 
 
+def test_what_the_ranks_capture_is_the_same_here(ranks):
+    """Nothing relies on it: each rank restores its own bytes. It is what one writer of storage for all
+    ranks would rest on, and on this platform, whose sums have one order, it holds."""
+    (one, _), (other, _) = ranks.run(scenarios.capture_of, prompt(48, 2 * PAGE + 9), None)
+    assert sorted(one) == sorted(other) == [PAGE, 2 * PAGE]
+    assert one == other
+
+
 def test_prompts_that_part_at_one_place_are_cut_there_on_every_rank(ranks):
     stem = prompt(60, PAGE + 100)
     prompts = [[*stem, *prompt(61 + i, 200)] for i in range(2)]

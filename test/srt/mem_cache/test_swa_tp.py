@@ -12,6 +12,7 @@ import math
 
 import pytest
 import scenarios
+import torch
 from scenarios import PAGE, prompt
 
 RANKS = 2
@@ -126,6 +127,20 @@ def test_a_retracted_request_resumes_on_every_rank(ranks):
         assert gains["checks_failed"] == 0
         assert gains["checks_verified"] == gains["restored"] == 1
     same_everywhere([gains for *_, gains in answers])
+
+
+@pytest.mark.parametrize(("dim", "blocks"), [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1)])
+def test_the_ranks_weights_are_parts_of_one_models(dim, blocks):
+    """What the platform gives a rank: of each block (gate, up) its slice, and all slices are the whole."""
+    from dsv4_reference_platform.weights import Shard
+
+    whole = torch.randn(4, 8, 12)
+    parts = [Shard(dim, blocks, rank, RANKS) for rank in range(RANKS)]
+    assert all(part.whole(part.of(whole).shape) == list(whole.shape) for part in parts)
+    halves = [part.of(whole).chunk(blocks, dim) for part in parts]
+    pieces = [half for block in zip(*halves, strict=True) for half in block]
+    assert torch.equal(torch.cat(pieces, dim), whole)
+    assert torch.equal(Shard().of(whole), whole)
 
 
 # ---- controls: one rank only, and not the one that answers

@@ -131,7 +131,7 @@ def test_a_retracted_request_resumes_on_every_rank(ranks):
 
 @pytest.mark.parametrize(("dim", "blocks"), [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1)])
 def test_the_ranks_weights_are_parts_of_one_models(dim, blocks):
-    """What the platform gives a rank: of each block (gate, up) its slice, and all slices are the whole."""
+    """What the platform gives a rank: of each block (gate, up) a slice; together the whole."""
     from dsv4_reference_platform.weights import Shard
 
     whole = torch.randn(4, 8, 12)

@@ -415,9 +415,28 @@ RULES: tuple[Rule, ...] = (
         _field("speculative_algorithm", None),
         planned=True,
     ),
-    Rule("dp", "--dp-size", "must be 1", _field("dp_size", 1), planned=True),
-    Rule("attn_dp", "--attn-dp-size", "must be 1", _field("attn_dp_size", 1), planned=True),
-    Rule("pp", "--pp-size", "must be 1", _field("pp_size", 1), planned=True),
+    Rule(
+        "dp",
+        "--dp-size",
+        "must be 1: replicas were not tried; servers of their own behind a router do the same",
+        _field("dp_size", 1),
+        planned=True,
+    ),
+    Rule(
+        "attn_dp",
+        "--attn-dp-size",
+        "must be 1: padded batches and idle ranks were not tried",
+        _field("attn_dp_size", 1),
+        planned=True,
+    ),
+    Rule(
+        "pp",
+        "--pp-size",
+        "must be 1: a stage has the windows of its own layers only, and all stages would have to agree "
+        "on a hit",
+        _field("pp_size", 1),
+        planned=True,
+    ),
     Rule(
         "storage_ranks",
         "--hicache-storage-backend",

@@ -226,8 +226,10 @@ class SchedulerRanks:
         try:
             for rank in range(self.ranks):
                 pipe, child = context.Pipe()
+                # Nobody listens there, but SGLang derives other ports from it.
+                argv = [*self._argv, "--port", str(free_port())]
                 process = context.Process(
-                    target=_child, args=(child, self._argv, str(self.log_path), rank, where)
+                    target=_child, args=(child, argv, str(self.log_path), rank, where)
                 )
                 process.daemon = True
                 process.start()

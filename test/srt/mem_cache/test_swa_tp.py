@@ -12,6 +12,7 @@ import math
 
 import pytest
 import scenarios
+import torch
 from scenarios import PAGE, prompt
 
 RANKS = 2
@@ -82,6 +83,14 @@ def test_the_next_turn_resumes_on_a_decoded_page_on_every_rank(ranks):
     same_everywhere([gains for *_, gains in answers])
 
 
+def test_what_the_ranks_capture_is_the_same_here(ranks):
+    """Nothing relies on it: each rank restores its own bytes. It is what one writer of storage for all
+    ranks would rest on, and on this platform, whose sums have one order, it holds."""
+    (one, _), (other, _) = ranks.run(scenarios.capture_of, prompt(48, 2 * PAGE + 9), None)
+    assert sorted(one) == sorted(other) == [PAGE, 2 * PAGE]
+    assert one == other
+
+
 def test_prompts_that_part_at_one_place_are_cut_there_on_every_rank(ranks):
     stem = prompt(60, PAGE + 100)
     prompts = [[*stem, *prompt(61 + i, 200)] for i in range(2)]
@@ -118,6 +127,20 @@ def test_a_retracted_request_resumes_on_every_rank(ranks):
         assert gains["checks_failed"] == 0
         assert gains["checks_verified"] == gains["restored"] == 1
     same_everywhere([gains for *_, gains in answers])
+
+
+@pytest.mark.parametrize(("dim", "blocks"), [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1)])
+def test_the_ranks_weights_are_parts_of_one_models(dim, blocks):
+    """What the platform gives a rank: of each block (gate, up) a slice; together the whole."""
+    from dsv4_reference_platform.weights import Shard
+
+    whole = torch.randn(4, 8, 12)
+    parts = [Shard(dim, blocks, rank, RANKS) for rank in range(RANKS)]
+    assert all(part.whole(part.of(whole).shape) == list(whole.shape) for part in parts)
+    halves = [part.of(whole).chunk(blocks, dim) for part in parts]
+    pieces = [half for block in zip(*halves, strict=True) for half in block]
+    assert torch.equal(torch.cat(pieces, dim), whole)
+    assert torch.equal(Shard().of(whole), whole)
 
 
 # ---- controls: one rank only, and not the one that answers

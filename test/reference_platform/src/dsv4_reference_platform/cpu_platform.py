@@ -22,6 +22,13 @@ class ReferenceCpuPlatform(CpuDeviceMixin, ReferencePlatform):
         """Never: there is no device that memory could be pinned for."""
         return False
 
+    def apply_server_args_defaults(self, server_args) -> None:
+        """As every variant, and keeps the overlap schedule for EAGLE."""
+        from dsv4_reference_platform import install
+
+        super().apply_server_args_defaults(server_args)
+        install.keep_overlap_with_speculation()
+
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
         """EAGLE (DeepSeek's NextN layer), whose kernels are stood in for."""
         return algorithm == "EAGLE"

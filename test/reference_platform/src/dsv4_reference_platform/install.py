@@ -69,6 +69,7 @@ KERNELS: dict[str, str] = {
         "indexer.fp8_paged_mqa_logits"
     ),
     # per-forward metadata
+    f"{_DSV4}.attn_metadata_kernels.expand_prefill_causally": "metadata.expand_prefill_causally",
     f"{_DSV4}.metadata_kernel.init_compression_metadata": "metadata.init_compression_metadata",
     f"{_DSV4}.attn_glue_hip.low_ratio_compression_metadata": (
         "metadata.low_ratio_compression_metadata"
@@ -83,6 +84,7 @@ KERNELS: dict[str, str] = {
     f"{_SPEC}.cache_locs.assign_draft_cache_locs_contiguous_func": (
         "speculative.assign_draft_cache_locs_contiguous_func"
     ),
+    f"{_SPEC}.gather_spec_extras.gather_spec_extras": "speculative.gather_spec_extras",
     f"{_SPEC}.spec_tree.build_tree_kernel_efficient_func": (
         "speculative.build_tree_kernel_efficient_func"
     ),
@@ -189,6 +191,20 @@ def wait_before_freeze_gc() -> None:
         stock(server_args)
 
     server._freeze_gc_after_server_warmup = freeze_gc_when_listening
+
+
+def keep_overlap_with_speculation() -> None:
+    """Let the overlap schedule stay on with EAGLE, as on a GPU.
+
+    SGLang turns it off on a CPU because its CPU engine lacks it; the scheduler itself needs nothing
+    but streams and events, which ``torch.cpu`` has. Call it before the arguments are resolved.
+    """
+    hook = importlib.import_module("sglang.srt.arg_groups.speculative_hook")
+    hook._disable_overlap_schedule_for_cpu = _overlap_as_asked
+
+
+def _overlap_as_asked(_server_args: Any) -> None:
+    """Stands for ``_disable_overlap_schedule_for_cpu``."""
 
 
 def add_hip_rope_tables(model: torch.nn.Module) -> None:

@@ -58,6 +58,28 @@ def assign_req_to_token_pool_func(
         first += end - start
 
 
+def gather_spec_extras(
+    indices: torch.Tensor,
+    topk_p_buf: torch.Tensor,
+    topk_index_buf: torch.Tensor,
+    output_tokens_buf: torch.Tensor,
+    hidden_states_buf: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Stands for ``sglang.kernels.ops.speculative.gather_spec_extras`` of the same name.
+
+    Args:
+        indices: ``[requests]`` int64 request rows; the rest: buffers with a row per request row.
+
+    Returns:
+        The rows ``indices`` of each buffer (None for None): what the last forward left for the next.
+    """
+    topk_p, topk_index, tokens = (
+        buffer[indices] for buffer in (topk_p_buf, topk_index_buf, output_tokens_buf)
+    )
+    hidden = None if hidden_states_buf is None else hidden_states_buf[indices]
+    return topk_p, topk_index, tokens, hidden
+
+
 def assign_draft_cache_locs_contiguous_func(
     req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,

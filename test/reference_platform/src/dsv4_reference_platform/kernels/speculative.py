@@ -48,9 +48,7 @@ def assign_req_to_token_pool_func(
         out_cache_loc: the new token slots, request after request.
     """
     first = 0
-    spans = zip(
-        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
-    )
+    spans = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
     for row, start, end in spans:
         req_to_token[row, start:end] = out_cache_loc[first : first + end - start].to(
             req_to_token.dtype
@@ -133,9 +131,7 @@ def assign_extend_cache_locs(
     Returns:
         ``[batch_size * draft_token_num]`` int64 token slots, request after request.
     """
-    spans = zip(
-        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
-    )
+    spans = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
     slots = torch.cat([req_to_token[row, start:end] for row, start, end in spans])
     if slots.shape[0] != batch_size * draft_token_num:
         raise ValueError(f"{slots.shape[0]} positions, {batch_size} x {draft_token_num} announced")

@@ -223,7 +223,7 @@ def test_a_page_boundary_of_the_key_is_one_of_the_kv(caches, is_eagle):
 
     stack = caches[is_eagle]
     cached = array("q", prompt(7, 3 * PAGE + 1))
-    slots = stack.allocator.alloc(4 * PAGE)[: len(cached)]
+    slots = stack.allocator.full_attn_allocator.alloc(4 * PAGE)[: len(cached)]
     stack.cache.insert(InsertParams(key=RadixKey(cached), value=slots))
     for shared in range(len(cached) + 1):
         tail = array("q", [300] * (PAGE + 1))

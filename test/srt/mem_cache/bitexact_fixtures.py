@@ -361,6 +361,7 @@ def make_cache(
     rope: int = 4,
     cls: type | None = None,
     hicache: bool = True,
+    is_eagle: bool = False,
 ) -> CpuStack:
     """Build pools, tree and controller.
 
@@ -372,6 +373,7 @@ def make_cache(
         layers, nope, rope: model geometry, see `make_kv_pool`.
         cls: cache class, BxCache by default; the stock class gets no store.
         hicache: whether to build the host tier.
+        is_eagle: whether keys are bigrams, as with EAGLE.
     """
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -403,6 +405,7 @@ def make_cache(
         tree_components=(ComponentType.FULL, ComponentType.SWA),
         sliding_window_size=WINDOW,
         swa_gates_prefix_match=False,
+        is_eagle=is_eagle,
     )
     cache = (cls or BxCache)(params)
     if isinstance(cache, BxCache):

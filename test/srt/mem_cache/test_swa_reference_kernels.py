@@ -33,6 +33,7 @@ from dsv4_reference_platform.kernels import (
     mhc,
     moe,
     norm_rope,
+    speculative,
     transfer_kv,
 )
 
@@ -174,6 +175,7 @@ def stock_inputs() -> dict[str, dict]:
         "norm_eps": 1e-6,
         "hc_eps": 1e-6,
     }
+    cases.update(speculative_inputs(index))
     table = angle_table()
     cases["fused_qk_norm_rope_swa_store"] = {
         "q": rand(5, 2 * DIM, seed=13),
@@ -195,8 +197,144 @@ def stock_inputs() -> dict[str, dict]:
     return cases
 
 
+def speculative_inputs(index) -> dict[str, dict]:
+    """Inputs of EAGLE's kernels: three requests, four tokens a round; ``index(high, *shape)`` draws."""
+    rows, lengths, nodes = ints(2, 0, 3), ints(130, 1, 255), 4
+    table = index(90000, 4, 300).int()
+    slots = {"req_pool_indices": rows, "req_to_token": table}
+    flat = 3 * nodes
+    chain = {
+        "retrieve_index": torch.arange(flat).view(3, nodes),
+        "retrieve_next_token": ints(1, 2, 3, -1).repeat(3, 1),
+        "retrieve_next_sibling": torch.full((3, nodes), -1),
+    }
+    # Node 0 has the children 2 and, beside it, 1; node 2 has the child 3.
+    tree = {
+        "retrieve_index": chain["retrieve_index"],
+        "retrieve_next_token": ints(2, -1, 3, -1).repeat(3, 1),
+        "retrieve_next_sibling": ints(-1, -1, 1, -1).repeat(3, 1),
+    }
+    results = {
+        "predicts": torch.zeros(flat, dtype=torch.int32),
+        "accept_index": torch.full((3, nodes), -1, dtype=torch.int32),
+        "accept_token_num": torch.zeros(3, dtype=torch.int32),
+    }
+    target = torch.arange(10, 10 + flat).view(3, nodes)
+    # Of the three chains the target agrees with all drafts, with one, with none but a later one.
+    chains = torch.stack((ints(5, 10, 11, 12), ints(5, 14, 99, 16), ints(5, 99, 19, 20)))
+    # Of the three trees, with the path 0 2 3, with the sibling 1, with nothing.
+    trees = torch.stack((ints(5, 9, 10, 12), ints(5, 14, 9, 9), ints(5, 9, 9, 9)))
+    cases = {
+        "get_last_loc_triton": {
+            "req_to_token": table,
+            "req_pool_indices_tensor": rows,
+            "prefix_lens_tensor": ints(130, 0, 256),
+        },
+        "assign_req_to_token_pool_func": {
+            **slots,
+            "start_offset": ints(130, 1, 255),
+            "end_offset": ints(200, 1, 300),
+            "out_cache_loc": index(90000, 70 + 45),
+            "batch_size": 3,
+        },
+        "gather_spec_extras/hidden": {
+            "indices": rows,
+            "topk_p_buf": rand(4, 1, seed=20),
+            "topk_index_buf": index(300, 4, 1),
+            "output_tokens_buf": index(300, 4),
+            "hidden_states_buf": rand(4, 1500, seed=21).bfloat16(),
+        },
+        "assign_draft_cache_locs_contiguous_func": {
+            **slots,
+            "seq_lens": lengths,
+            "out_cache_loc": torch.zeros(flat, dtype=torch.int64),
+            "topk": 1,
+            "num_cols": nodes,
+        },
+        "assign_draft_cache_locs_contiguous_func/positions": {
+            **slots,
+            "seq_lens": lengths,
+            "out_cache_loc": torch.zeros(flat, dtype=torch.int64),
+            "topk": 1,
+            "num_cols": nodes,
+            "positions": torch.zeros(3, dtype=torch.int64),
+        },
+        "assign_extend_cache_locs": {
+            **slots,
+            "start_offset": lengths,
+            "end_offset": lengths + ints(3, 5, 4),
+            "batch_size": 3,
+            "draft_token_num": nodes,
+            "device": "cpu",
+        },
+        "fill_bonus_tokens_func": {
+            "accept_tokens": index(300, 3, nodes).int(),
+            "accept_lens": ints(1, 4, 2).int(),
+            "bonus_tokens": torch.zeros(3, dtype=torch.int32),
+            "accept_stride": nodes,
+            "batch_size": 3,
+        },
+        "verify_tree_greedy_func/chain": {
+            **results, **chain, "candidates": chains, "target_predict": target
+        },
+        "verify_tree_greedy_func/tree": {
+            **results, **tree, "candidates": trees, "target_predict": target
+        },
+        "clear_unaccepted_c128_draft_states": {
+            "state": rand(4 * 256, 2 * 300, seed=22),
+            "req_pool_indices": rows,
+            "seq_lens": lengths,
+            "accept_lens": ints(1, 4, 3).int(),
+            "ring_size": 256,
+            "num_draft_tokens": nodes,
+        },
+        "expand_prefill_causally": {
+            "req_pool_indices": rows,
+            "seq_lens": lengths + nodes,
+            "extend_seq_lens": ints(4, 2, 1),
+            "extend_start_loc": None,
+            "seq_lens_cpu": None,
+            "extend_seq_lens_cpu": None,
+            "num_tokens": 7,
+            "padded_num_tokens": 9,
+        },
+    }  # fmt: skip
+    for mode, size in ((0, int(lengths.sum()) * nodes + flat * nodes), (1, flat * nodes)):
+        cases[f"build_tree_kernel_efficient_func/{mode}"] = {
+            "parent_list": ints(-1, 0, 1).repeat(3, 1),
+            "top_scores_index": ints(0, 1, 2).repeat(3, 1),
+            "seq_lens": lengths,
+            "tree_mask": torch.ones(size, dtype=torch.bool),
+            "positions": torch.zeros(flat, dtype=torch.int64),
+            "retrieve_index": torch.full((3, nodes), -1),
+            "retrieve_next_token": torch.full((3, nodes), -1),
+            "retrieve_next_sibling": torch.full((3, nodes), -1),
+            "topk": 1,
+            "spec_steps": nodes - 1,
+            "num_verify_tokens": nodes,
+            "tree_mask_mode": mode,
+        }
+    return cases
+
+
 # Written in place, hence part of the result.
-MUTATED = ("unified_kv", "kv", "swa_cache")
+MUTATED = (
+    "unified_kv",
+    "kv",
+    "swa_cache",
+    "req_to_token",
+    "out_cache_loc",
+    "bonus_tokens",
+    "predicts",
+    "accept_index",
+    "accept_token_num",
+    "state",
+    "tree_mask",
+    "positions",
+    "retrieve_index",
+    "retrieve_next_token",
+    "retrieve_next_sibling",
+)
 
 
 def run_case(name: str, kwargs: dict, functions: dict) -> dict:
@@ -224,9 +362,54 @@ def run_case(name: str, kwargs: dict, functions: dict) -> dict:
         ]
     if isinstance(result, torch.Tensor):
         result = [result]
+    if base == "expand_prefill_causally":
+        result = [result.seq_lens_casual, result.req_pool_indices_repeated]
     if isinstance(result, (list, tuple)):
         result = {str(k): part for k, part in enumerate(result) if part is not None}
     return {**(result or {}), **{k: kwargs[k] for k in MUTATED if k in kwargs}}
+
+
+def stock_extend_cache_locs(
+    *, req_pool_indices, req_to_token, start_offset, end_offset, batch_size, draft_token_num, device
+):
+    """The Triton kernel; its launcher refuses a CPU, or asks the platform."""
+    from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs
+
+    out = torch.empty(batch_size * draft_token_num, dtype=torch.int64, device=device)
+    tensors = (req_pool_indices, req_to_token, start_offset, end_offset, out)
+    assign_extend_cache_locs[(batch_size,)](*tensors, req_to_token.shape[1], 4)
+    return out
+
+
+def stock_build_tree(
+    *, top_scores_index, seq_lens, spec_steps, num_verify_tokens, tree_mask_mode, **rest
+):
+    """The Triton form of the tree builder, which stock launches on an XPU."""
+    from sglang.kernels.ops.speculative.spec_tree import sgl_build_tree_kernel_triton
+
+    sgl_build_tree_kernel_triton(
+        selected_index=top_scores_index,
+        verified_seq_len=seq_lens,
+        depth=spec_steps,
+        draft_token_num=num_verify_tokens,
+        tree_mask_mode=tree_mask_mode,
+        **rest,
+    )
+
+
+def stock_verify_tree(**arguments):
+    """The Triton form of the greedy verification, which stock launches on an XPU."""
+    from sglang.kernels.ops.speculative.spec_tree import verify_tree_greedy_triton
+
+    verify_tree_greedy_triton(**arguments)
+    return [arguments[key] for key in ("predicts", "accept_index", "accept_token_num")]
+
+
+def stock_expand(*, extend_start_loc, seq_lens_cpu, extend_seq_lens_cpu, **rest):
+    """The Triton form, which takes no lengths on the host."""
+    from sglang.kernels.ops.attention.dsv4 import attn_metadata_kernels
+
+    return attn_metadata_kernels.expand_prefill_causally_triton(**rest)
 
 
 def stock_functions() -> dict:
@@ -234,12 +417,30 @@ def stock_functions() -> dict:
     from sglang.kernels.ops.attention import fused_qk_norm_rope_store
     from sglang.kernels.ops.attention.dsv4 import attn_glue_hip, metadata_kernel
     from sglang.kernels.ops.attention.dsv4.unified_kv_kernels import runtime
-    from sglang.kernels.ops.kvcache import dsv4_unified_kv_store
+    from sglang.kernels.ops.kvcache import dsv4_c128_cleanup, dsv4_unified_kv_store
     from sglang.kernels.ops.layernorm import mhc as stock_mhc
     from sglang.kernels.ops.layernorm import mhc_head
+    from sglang.kernels.ops.memory import common
     from sglang.kernels.ops.moe import triton_hash_topk
+    from sglang.kernels.ops.speculative import cache_locs, eagle, gather_spec_extras
+    from sglang.srt.mem_cache import allocation
 
     return {
+        **{
+            kernel.__name__: kernel
+            for kernel in (
+                common.get_last_loc_triton,
+                allocation.assign_req_to_token_pool_func,
+                gather_spec_extras.gather_spec_extras,
+                cache_locs.assign_draft_cache_locs_contiguous_func,
+                eagle.fill_bonus_tokens_func,
+                dsv4_c128_cleanup.clear_unaccepted_c128_draft_states,
+            )
+        },
+        "assign_extend_cache_locs": stock_extend_cache_locs,
+        "build_tree_kernel_efficient_func": stock_build_tree,
+        "verify_tree_greedy_func": stock_verify_tree,
+        "expand_prefill_causally": stock_expand,
         "build_prefill_indices": runtime.build_prefill_indices,
         "build_decode_streams": runtime.build_decode_streams,
         "fill_compress_tail": runtime.fill_compress_tail,
@@ -351,7 +552,7 @@ ARITHMETIC = (
 def test_agrees_with_the_stock_triton_kernel(name, stock):
     ours_by_name = {
         f.__name__: f
-        for module in (attention, metadata, moe, mhc, norm_rope)
+        for module in (attention, metadata, moe, mhc, norm_rope, speculative)
         for f in vars(module).values()
         if callable(f)
     }
@@ -381,6 +582,37 @@ def test_prefill_attention_agrees_with_the_stock_triton_kernel(stock):
         SCALE,
     )
     torch.testing.assert_close(ours, stock["attention"], rtol=2e-5, atol=2e-6)
+
+
+def test_greedy_verification_of_a_chain_takes_the_longest_agreeing_run():
+    """And not one token that agrees behind one that does not."""
+    candidates = torch.randint(0, 3, (50, 4), generator=torch.Generator().manual_seed(1))
+    target = torch.randint(0, 3, (50, 4), generator=torch.Generator().manual_seed(2))
+    case = {
+        "predicts": torch.zeros(200, dtype=torch.int32),
+        "accept_index": torch.full((50, 4), -1, dtype=torch.int32),
+        "accept_token_num": torch.zeros(50, dtype=torch.int32),
+        "candidates": candidates,
+        "target_predict": target,
+        "retrieve_index": torch.arange(200).view(50, 4),
+        "retrieve_next_token": ints(1, 2, 3, -1).repeat(50, 1),
+        "retrieve_next_sibling": torch.full((50, 4), -1),
+    }
+    predicts, index, accepted = speculative.verify_tree_greedy_func(**case)
+    agrees = candidates[:, 1:] == target[:, :-1]
+    runs = torch.cumprod(agrees.int(), 1).sum(1)
+    assert torch.equal(accepted.long(), runs)
+    assert set(runs.tolist()) == {0, 1, 2, 3}
+    assert not torch.equal(agrees.sum(1), runs), "the inputs have agreement behind a disagreement"
+    on_path = torch.arange(4) <= runs.unsqueeze(1)
+    assert torch.equal(index.long(), torch.arange(200).view(50, 4).where(on_path, -1))
+    assert torch.equal(predicts.view(50, 4).long(), target.where(on_path, 0))
+
+
+def test_trees_of_more_than_one_candidate_are_refused():
+    kwargs = dict(stock_inputs()["build_tree_kernel_efficient_func/1"], topk=2)
+    with pytest.raises(NotImplementedError):
+        speculative.build_tree_kernel_efficient_func(**kwargs)
 
 
 # -- attention ---------------------------------------------------------------------------------

@@ -21,3 +21,20 @@ class ReferenceCpuPlatform(CpuDeviceMixin, ReferencePlatform):
     def is_pin_memory_available(self, device=None) -> bool:
         """Never: there is no device that memory could be pinned for."""
         return False
+
+    def apply_server_args_defaults(self, server_args) -> None:
+        """As every variant, and keeps the overlap schedule for EAGLE."""
+        from dsv4_reference_platform import install
+
+        super().apply_server_args_defaults(server_args)
+        install.keep_overlap_with_speculation()
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        """EAGLE (DeepSeek's NextN layer), whose kernels are stood in for."""
+        return algorithm == "EAGLE"
+
+    def get_speculative_cache_locs_fn(self):
+        """The stand-in of the kernel that SGLang asks the platform for."""
+        from dsv4_reference_platform.kernels import speculative
+
+        return speculative.assign_extend_cache_locs

@@ -36,6 +36,7 @@ _OPS = "sglang.kernels.ops"
 _DSV4 = f"{_OPS}.attention.dsv4"
 _UNIFIED = f"{_DSV4}.unified_kv_kernels"
 _STORE = f"{_OPS}.kvcache.dsv4_unified_kv_store"
+_SPEC = f"{_OPS}.speculative"
 _OURS = "dsv4_reference_platform.kernels"
 
 KERNELS: dict[str, str] = {
@@ -70,12 +71,30 @@ KERNELS: dict[str, str] = {
         "indexer.fp8_paged_mqa_logits"
     ),
     # per-forward metadata
+    f"{_DSV4}.attn_metadata_kernels.expand_prefill_causally": "metadata.expand_prefill_causally",
     f"{_DSV4}.metadata_kernel.init_compression_metadata": "metadata.init_compression_metadata",
     f"{_DSV4}.attn_glue_hip.low_ratio_compression_metadata": (
         "metadata.low_ratio_compression_metadata"
     ),
     f"{_DSV4}.attn_glue_hip.sparse_buffers": "metadata.sparse_buffers",
     f"{_DSV4}.attn_glue_hip.page_table_from_req_to_token": "metadata.page_table_from_req_to_token",
+    # speculative decoding
+    f"{_OPS}.memory.common.get_last_loc_triton": "speculative.get_last_loc_triton",
+    "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func": (
+        "speculative.assign_req_to_token_pool_func"
+    ),
+    f"{_SPEC}.cache_locs.assign_draft_cache_locs_contiguous_func": (
+        "speculative.assign_draft_cache_locs_contiguous_func"
+    ),
+    f"{_SPEC}.gather_spec_extras.gather_spec_extras": "speculative.gather_spec_extras",
+    f"{_SPEC}.spec_tree.build_tree_kernel_efficient_func": (
+        "speculative.build_tree_kernel_efficient_func"
+    ),
+    f"{_SPEC}.spec_tree.verify_tree_greedy_func": "speculative.verify_tree_greedy_func",
+    f"{_SPEC}.eagle.fill_bonus_tokens_func": "speculative.fill_bonus_tokens_func",
+    f"{_OPS}.kvcache.dsv4_c128_cleanup.clear_unaccepted_c128_draft_states": (
+        "speculative.clear_unaccepted_c128_draft_states"
+    ),
     # mHC
     f"{_OPS}.layernorm.mhc.hc_split_sinkhorn": "mhc.hc_split_sinkhorn",
     f"{_OPS}.layernorm.mhc.mhc_combine": "mhc.mhc_combine",
@@ -126,6 +145,7 @@ def install() -> None:
         invariant.install()
         _no_host_registration()
         _install_ranks()
+        _complete_device_module()
     _install_kernels()
     _install_transfers()
     _install_model_shims()
@@ -178,6 +198,20 @@ def wait_before_freeze_gc() -> None:
         stock(server_args)
 
     server._freeze_gc_after_server_warmup = freeze_gc_when_listening
+
+
+def keep_overlap_with_speculation() -> None:
+    """Let the overlap schedule stay on with EAGLE, as on a GPU.
+
+    SGLang turns it off on a CPU because its CPU engine lacks it; the scheduler itself needs nothing
+    but streams and events, which ``torch.cpu`` has. Call it before the arguments are resolved.
+    """
+    hook = importlib.import_module("sglang.srt.arg_groups.speculative_hook")
+    hook._disable_overlap_schedule_for_cpu = _overlap_as_asked
+
+
+def _overlap_as_asked(_server_args: Any) -> None:
+    """Stands for ``_disable_overlap_schedule_for_cpu``."""
 
 
 def add_hip_rope_tables(model: torch.nn.Module) -> None:
@@ -299,6 +333,11 @@ def _no_host_registration() -> None:
         "sglang.srt.mem_cache.memory_pool_host.DeepSeekV4PagedHostPool.get_dummy_flat_data_page",
         _pageable_page,
     )
+    rebind(
+        "sglang.srt.layers.attention.deepseek_v4_backend_hip_radix"
+        ".DeepseekV4HipRadixBackend._move_to_device",
+        _lengths_on_cpu,
+    )
 
 
 def _leave_pageable(*_args: Any, **_kwargs: Any) -> None:
@@ -330,6 +369,21 @@ def _local_heads(layer: Any, num_tokens: int) -> int:
     return layer.n_local_heads
 
 
+def _lengths_on_cpu(_backend: Any, lengths: list[int]) -> torch.Tensor:
+    """Stands for ``DeepseekV4HipRadixBackend._move_to_device``, which goes through pinned memory."""
+    return torch.tensor(lengths, dtype=torch.int32)
+
+
+def _complete_device_module() -> None:
+    """Give ``torch.cpu`` the one function of a device module that sharing a draft's embedding calls."""
+    if not hasattr(torch.cpu, "empty_cache"):
+        torch.cpu.empty_cache = _nothing_cached
+
+
+def _nothing_cached() -> None:
+    """Stands for ``torch.cuda.empty_cache``."""
+
+
 def _install_model_shims() -> None:
     rebind(
         "sglang.srt.model_loader.weight_utils.initialize_dummy_weights", weights.initialize_weights
@@ -344,6 +398,8 @@ def _install_model_shims() -> None:
     )
     registry = importlib.import_module("sglang.srt.layers.attention.attention_registry")
     registry.ATTENTION_BACKENDS["dsv4"] = _hip_radix_backend
+    # The draft's backends: only this module's view of the device changes.
+    importlib.import_module("sglang.srt.speculative.draft_utils").is_hip = lambda: True
 
 
 def _rope_wrapper(*args: Any, device: str | None = None, **kwargs: Any) -> Any:

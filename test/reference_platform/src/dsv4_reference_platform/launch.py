@@ -88,6 +88,17 @@ REQUEST_ARGS = (
     "--hicache-mem-layout", "layer_first",
 )  # fmt: skip
 
+# The tiny model with a NextN layer (weights.py): other weights, the same with and without EAGLE.
+NEXTN_ARGS = ("--json-model-override-args", '{"num_nextn_predict_layers": 1}')
+
+# Beside the above: a chain of three drafts a round.
+EAGLE_ARGS = (
+    "--speculative-algorithm", "EAGLE",
+    "--speculative-num-steps", "3",
+    "--speculative-num-draft-tokens", "4",
+    "--speculative-eagle-topk", "1",
+)  # fmt: skip
+
 # Sizes that keep the pools of the tiny model small; override by passing the flag again.
 SIZE_ARGS = (
     "--max-total-tokens", "16384",

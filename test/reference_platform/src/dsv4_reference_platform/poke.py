@@ -27,6 +27,10 @@ ratio-4 state row of the request aside, ``put`` gives the request the rows that 
 that continues exactly where another one stood, by no code of the feature. ``scribble`` overwrites the
 same rows with noise. ``not_installed`` returns the kernels of ``install.KERNELS`` that are not in place
 in the server.
+
+With EAGLE a forward is the target's unless the command says ``"model": "draft"``, and a verification
+continues at the committed length. The draft has a ring of its own, and no states; commands see its
+extends only, not its single steps.
 """
 
 from __future__ import annotations
@@ -58,11 +62,15 @@ class Poker:
         """What to pass to ``launch.Server(env=...)``."""
         return {DIRECTORY_VARIABLE: str(self.directory)}
 
-    def arm(self, prefix: int, operations: Sequence[Mapping[str, Any]]) -> None:
-        """Carry out ``operations`` before the next forward that continues at ``prefix``."""
+    def arm(
+        self, prefix: int, operations: Sequence[Mapping[str, Any]], *, model: str = "target"
+    ) -> None:
+        """Carry out ``operations`` before the next forward of ``model`` ("target" or "draft") that
+        continues at ``prefix``."""
         (self.directory / _RESULT).unlink(missing_ok=True)
         part = self.directory / (_COMMAND + ".part")
-        part.write_text(json.dumps({"prefix": prefix, "operations": list(operations)}))
+        command = {"model": model, "prefix": prefix, "operations": list(operations)}
+        part.write_text(json.dumps(command))
         part.rename(self.directory / _COMMAND)
 
     def disarm(self) -> None:
@@ -95,17 +103,20 @@ def attach(model: Any) -> None:
         return
     command = Path(directory) / _COMMAND
     forward = model.forward
+    role = "draft" if type(model).__name__.endswith("NextN") else "target"
 
     def poked_forward(input_ids, positions, forward_batch, *args, **kwargs):
         if command.exists():
-            _carry_out(command, forward_batch)
+            _carry_out(command, role, forward_batch)
         return forward(input_ids, positions, forward_batch, *args, **kwargs)
 
     model.forward = poked_forward
 
 
-def _carry_out(path: Path, forward_batch: Any) -> None:
+def _carry_out(path: Path, role: str, forward_batch: Any) -> None:
     command = json.loads(path.read_text())
+    if command["model"] != role:
+        return
     slot = _slot_continuing_at(forward_batch, command["prefix"])
     if slot is None:
         return
@@ -118,10 +129,14 @@ def _carry_out(path: Path, forward_batch: Any) -> None:
 
 def _slot_continuing_at(forward_batch: Any, prefix: int) -> int | None:
     """Request slot of the first row whose computed tokens so far number ``prefix``."""
-    if forward_batch.forward_mode.is_decode():
-        prefixes = [length - 1 for length in forward_batch.seq_lens_cpu.tolist()]
-    elif forward_batch.forward_mode.is_extend():
-        prefixes = list(forward_batch.extend_prefix_lens_cpu)
+    mode = forward_batch.forward_mode
+    # Device lengths: under the overlap schedule EAGLE has no others. Nothing waits on a CPU.
+    if mode.is_target_verify():
+        prefixes = forward_batch.seq_lens.tolist()
+    elif mode.is_decode() and forward_batch.spec_info is None:
+        prefixes = (forward_batch.seq_lens - 1).tolist()
+    elif mode.is_extend(include_draft_extend_v2=True):
+        prefixes = forward_batch.extend_prefix_lens.tolist()
     else:
         return None
     if prefix not in prefixes:

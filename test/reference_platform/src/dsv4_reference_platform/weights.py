@@ -8,11 +8,18 @@ attention, compressor, indexer, router and mHC all matter to the logits.
 
 With tensor parallelism a rank gets its part of what the one rank would have: the ranks together are
 that model, but for the rounding of the partial sums that they add.
+
+A model whose config has a NextN layer (``num_nextn_predict_layers``) is seeded so that the layer's
+drafts are right now and then. What a sublayer adds to the residual streams is scaled down, so that the
+next token depends mostly on the current one; and the draft gets the target's first layer and output
+norm, behind projections that hand the token's embedding on and mix in a little of the target's hidden
+state. ``DSV4_REFERENCE_DRAFT_SEED`` gives the draft a layer of its own instead.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -24,6 +31,20 @@ import torch
 # there. Everything not named here is drawn at 1/sqrt(fan_in).
 _GAIN = {"lm_head": 4.0}
 
+# Of a model with a NextN layer: what its sublayers' last projections are scaled by.
+_NEXTN_SUBLAYER_GAIN = 0.15
+_SUBLAYER_OUTPUTS = ("wo_b.weight", "experts.w2_weight", "down_proj.weight")
+
+# Of the draft: which of the target's parameters each gets, by name; and, of its two square
+# projections, what multiple of the identity.
+_DRAFT_FROM_TARGET = {
+    "model.decoder.": "model.layers.0.",
+    "model.shared_head.norm.": "model.norm.",
+}
+_DRAFT_PROJECTIONS = {"model.e_proj.weight": 1.0, "model.h_proj.weight": 0.2}
+
+DRAFT_SEED_VARIABLE = "DSV4_REFERENCE_DRAFT_SEED"
+
 
 def initialize_weights(model: torch.nn.Module, *_args, **_kwargs) -> None:
     """Fills every parameter and table of ``model`` in place; the stock name is
@@ -33,11 +54,16 @@ def initialize_weights(model: torch.nn.Module, *_args, **_kwargs) -> None:
         ValueError: an integer table that this module does not know how to fill. An unknown
             table left as it is would be whatever the allocator returned.
     """
+    draft = type(model).__name__.endswith("NextN")
+    nextn = draft or bool(getattr(model.config, "num_nextn_predict_layers", 0))
     shards = dict(_shards(model))
     with torch.no_grad():
         for name, value in model.state_dict().items():
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            if torch.is_floating_point(value):
+            seed = _draft_seed(name) if draft else name
+            generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+            if draft and name in _DRAFT_PROJECTIONS:
+                value.copy_(torch.eye(value.shape[0]) * _DRAFT_PROJECTIONS[name])
+            elif torch.is_floating_point(value):
                 shard = shards.get(name, REPLICATED)
                 whole = _floats(name, shard.whole(value.shape), generator)
                 value.copy_(shard.of(whole).to(value.dtype))
@@ -45,6 +71,17 @@ def initialize_weights(model: torch.nn.Module, *_args, **_kwargs) -> None:
                 _fill_expert_table(value, _routed_experts(model), generator)
             else:
                 raise ValueError(f"no rule to fill the integer parameter {name} {value.dtype}")
+            if nextn and name.endswith(_SUBLAYER_OUTPUTS):
+                value.mul_(_NEXTN_SUBLAYER_GAIN)
+
+
+def _draft_seed(name: str) -> str:
+    """What seeds parameter ``name`` of a draft: the target's name for it, unless another layer is
+    asked for."""
+    for prefix, target in _DRAFT_FROM_TARGET.items():
+        if name.startswith(prefix):
+            return os.environ.get(DRAFT_SEED_VARIABLE, "") + target + name.removeprefix(prefix)
+    return name
 
 
 class Shard(NamedTuple):

@@ -2,7 +2,53 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from sglang.kernels.ops.attention.dsv4.attn_metadata_kernels import ExpandPrefillCausallyResult
+
+
+def expand_prefill_causally(
+    *,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    extend_seq_lens: torch.Tensor,
+    extend_start_loc: torch.Tensor | None,
+    seq_lens_cpu: list[int] | None,
+    extend_seq_lens_cpu: list[int] | None,
+    num_tokens: int,
+    padded_num_tokens: int | None,
+) -> ExpandPrefillCausallyResult:
+    """Stands for ``expand_prefill_causally_triton`` of
+    ``sglang.kernels.ops.attention.dsv4.attn_metadata_kernels``, at the place of the torch function
+    that stock has for a CPU: that one needs lengths on the host, which a verification under the
+    overlap schedule does not have.
+
+    Args:
+        req_pool_indices, seq_lens, extend_seq_lens: ``[requests]``, lengths after the chunk and of it.
+        extend_start_loc, seq_lens_cpu, extend_seq_lens_cpu: unused.
+        num_tokens: ``sum(extend_seq_lens)``; padded_num_tokens: rows of the result, if more.
+
+    Returns:
+        Per token its causal length (int32, 1 for padding) and its request's row (for padding, the
+        last request's).
+    """
+    from sglang.kernels.ops.attention.dsv4.attn_metadata_kernels import ExpandPrefillCausallyResult
+
+    extend = extend_seq_lens.long()
+    request = torch.repeat_interleave(torch.arange(len(extend)), extend)
+    if request.shape[0] != num_tokens:
+        raise ValueError(f"{request.shape[0]} tokens in the chunk, {num_tokens} announced")
+    in_chunk = torch.arange(num_tokens) - (torch.cumsum(extend, 0) - extend)[request]
+    causal = (seq_lens.long() - extend + 1)[request] + in_chunk
+    padding = max(padded_num_tokens or 0, num_tokens) - num_tokens
+    rows = torch.nn.functional.pad(request, (0, padding), value=len(extend) - 1)
+    return ExpandPrefillCausallyResult(
+        seq_lens_casual=torch.nn.functional.pad(causal, (0, padding), value=1).to(torch.int32),
+        req_pool_indices_repeated=req_pool_indices[rows],
+    )
 
 
 def init_compression_metadata(

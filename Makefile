@@ -20,7 +20,7 @@ help:
 	@echo "make demo   start the server per arm, send the rounds, print the table"
 	@echo "make test   lint, then every test"
 	@echo "make bench-l3      what storage costs, and its fault tests, counted"
-	@echo "make bench-reuse   replay request traces without a model, write docs/reuse.md (10 minutes)"
+	@echo "make bench-reuse   replay request traces without a model, write docs/reuse.md (6 minutes)"
 	@echo "make bench-gpu     what capture and restore cost on a GPU, and whether they are exact there"
 	@echo "make env    only the set-up; make lint: only ruff; make clean: remove $(VENV)"
 
@@ -56,11 +56,11 @@ bench-reuse: env
 bench-l3: env
 	cd benchmark && ../$(BIN)/python -W ignore -m l3
 
-# In the Python that has SGLang and the GPU's torch, not in $(VENV): GPU_PYTHON=/path/to/python3.
-GPU_PYTHON ?= python3
+# The Python that has SGLang and the GPU's torch: $(VENV)'s where that was made, else the machine's.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(abspath $(BIN)/python),python3)
 
 bench-gpu:
-	cd benchmark && PYTHONPATH=../python:$$PYTHONPATH $(GPU_PYTHON) -W ignore -m gpu $(GPU_ARGS)
+	@cd benchmark && PYTHONPATH=../python:$$PYTHONPATH $(GPU_PYTHON) -W ignore -m gpu $(GPU_ARGS)
 
 clean:
 	rm -rf $(VENV)

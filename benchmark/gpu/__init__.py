@@ -1,5 +1,7 @@
 """What capture and restore cost on a GPU, and whether they are exact on real kernels: `python -m gpu`.
 
+needs.py       what a machine needs for it
+runner.py      its parts, one after the other
 config.py      the model's shape, its cost a token, the sizes of a run
 stubs.py       makes SGLang importable and its unified_kv path reachable where this is no ROCm
 stock.py       SGLang's own pool and attention backend, and the kernels that are compiled at run time

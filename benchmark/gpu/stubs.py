@@ -60,15 +60,6 @@ class _StubFinder:
         pass
 
 
-def missing() -> str | None:
-    """Why this machine cannot run the benchmark, in words, or None."""
-    if not torch.cuda.is_available():
-        return "this needs a GPU that torch can use"
-    if importlib.util.find_spec("sglang") is None:
-        return "this needs SGLang"
-    return None
-
-
 def prepare(device: str = "cuda") -> None:
     """Before anything of SGLang is imported."""
     os.environ["SGLANG_HACK_FLASHMLA_BACKEND"] = "unified_kv_triton"

@@ -43,8 +43,10 @@ SHIFT = tl.constexpr(checksum.SHIFT)
 
 
 @triton.jit
-def _ring_rows(entry, request, boundary, BLOCK: tl.constexpr, WORDS: tl.constexpr):
+def _ring_rows(entry, at, boundaries, BLOCK: tl.constexpr, WORDS: tl.constexpr):
     """(segments, which are inside, their positions and columns, pointers into the ring)."""
+    request = tl.load(at + boundaries).to(tl.int32)
+    boundary = tl.load(at + 2 * boundaries).to(tl.int32)
     ring = tl.load(entry).to(tl.pointer_type(tl.int32))
     size = tl.load(entry + 1).to(tl.int32)
     rows = tl.load(entry + 2).to(tl.int32)
@@ -120,9 +122,7 @@ def _gather(
     entry = table + tl.program_id(0) * FIELDS
     at = where + tl.program_id(1)
     slot = tl.load(at)
-    request = tl.load(at + boundaries).to(tl.int32)
-    boundary = tl.load(at + 2 * boundaries).to(tl.int32)
-    segment, inside, position, column, old = _ring_rows(entry, request, boundary, BLOCK, WORDS)
+    segment, inside, position, column, old = _ring_rows(entry, at, boundaries, BLOCK, WORDS)
     if FROM_CHUNK:
         start = tl.load(at + 3 * boundaries).to(tl.int32)
         row = (tl.load(at + 4 * boundaries) + position - start).to(tl.int64)
@@ -176,9 +176,7 @@ def _scatter(
     entry = table + tl.program_id(0) * FIELDS
     at = where + tl.program_id(1)
     slot = tl.load(at)
-    request = tl.load(at + boundaries).to(tl.int32)
-    boundary = tl.load(at + 2 * boundaries).to(tl.int32)
-    segment, inside, _, _, target = _ring_rows(entry, request, boundary, BLOCK, WORDS)
+    segment, inside, _, _, target = _ring_rows(entry, at, boundaries, BLOCK, WORDS)
     source = staging + slot * staging_stride + tl.load(entry + 5) + segment * WORDS
     value = _load(source, inside, ALIGNED, WORDS)
     if ALIGNED:

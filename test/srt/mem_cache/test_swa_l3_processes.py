@@ -49,10 +49,10 @@ def started(scheduler_process) -> Callable:
         with ExitStack() as stack:
             for one in processes.values():
                 # It tells once it is ready, and the others start meanwhile.
-                with mock.patch.object(one, "_receive", return_value="ready"):
+                with mock.patch.object(one, "_receive", return_value=["ready"]):
                     stack.enter_context(one)
             for one in processes.values():
-                assert one._receive(240) == "ready"
+                assert one._receive(240) == ["ready"]
             yield processes
             for one in processes.values():
                 for word in NOT_EXPECTED:
@@ -216,8 +216,8 @@ def test_fault_a_writer_is_killed(servers, tmp_path, name):
     victim, reader, ids = servers[name], servers["reader"], prompt_of(3)
     victim.run(faults.move_to, tmp_path / "store")
     answer = victim.run(faults.dies_writing, ids, KILLED[name])
-    victim._process.kill()
-    victim._process.join()
+    victim._processes[0].kill()
+    victim._processes[0].join()
     reader.run(faults.move_to, tmp_path / "store")
     assert list((tmp_path / "store").glob(".*.tmp")), "it did not die in a write"
     assert reader.run(faults.deepest_stored, ids) == 1

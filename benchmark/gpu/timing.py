@@ -10,14 +10,14 @@ Values are medians; compared arms take turns.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from statistics import median
 
 import torch
+
+from collector import no_collector
 
 CYCLES_PER_MS = 1_980_000
 """Of `torch.cuda._sleep`, at the highest clock."""
@@ -84,7 +84,7 @@ def medians(
         RuntimeError: in half of an arm's runs or more the host was not ahead.
     """
     taken: dict[str, list[float]] = {name: [] for name in arms}
-    with _no_collection():
+    with no_collector():
         for number in range(warm + repeats):
             for name, arm in arms.items():
                 value = arm()
@@ -127,13 +127,3 @@ def launches(work: Callable[[], object]) -> tuple[int, int]:
     return of("cudaLaunch", "cuLaunch", "hipLaunch", "hipExtLaunch", "hipModuleLaunch"), of(
         "cudaMemcpy", "cuMemcpy", "hipMemcpy"
     )
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

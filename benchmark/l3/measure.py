@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,23 +14,13 @@ from typing import Any
 from bitexact_fixtures import PAGE
 from tree_driver import tokens
 
+from collector import no_collector
 from l3.parts import Call, Parts
 from l3.world import PRO, TINY, Geometry, World
 from sglang_bitexact_hicache import storage_guard, storage_writer
 from sglang_bitexact_hicache.kv_chain import START, mark_pages
 from sglang_bitexact_hicache.layout import POOLS
 from sglang_bitexact_hicache.record import check, seal
-
-
-@contextmanager
-def no_collector() -> Iterator[None]:
-    """Python's garbage collector runs before, not during."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def medians(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:

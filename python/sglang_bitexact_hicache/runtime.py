@@ -140,7 +140,8 @@ class TruthRuntime:
         view = DeviceView(cache.token_to_kv_pool_allocator.get_kvcache())
         pin = is_pin_memory_available(view.device)
         slots = options.sizing.slots
-        Ranks.of(cache).require_same(
+        ranks = Ranks.of(cache)
+        ranks.require_same(
             {
                 "host slots": slots,
                 "stride": options.stride,
@@ -166,7 +167,7 @@ class TruthRuntime:
             chunk_tokens=largest_extend(server_args),
             debug=options.checksum,
             pin=pin,
-            ranks=Ranks.of(cache),
+            ranks=ranks,
         )
         return runtime
 

@@ -147,11 +147,12 @@ class World:
         """All rings after a restore of staged noise; they are put back afterwards."""
         rings = [ring.buffer for pool in POOLS for ring in self.view.rings[pool]]
         before = [buffer.clone() for buffer in rings]
-        mover.scatter(
+        index = mover.scatter_index(
             [s.slot for s in restores],
             [s.boundary for s in restores],
             list(range(SLOTS - 1, -1, -1))[: len(restores)],
         )
+        mover.scatter(index)
         after = torch.cat([buffer.view(torch.uint8).flatten() for buffer in rings])
         for buffer, old in zip(rings, before, strict=True):
             buffer.copy_(old)

@@ -4,6 +4,7 @@ completes many pages, and the scatter of a batch of restores."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from gpu.config import PAGE
 from gpu.feature import Server
@@ -39,14 +40,13 @@ def measure(server: Server, repeats: int) -> list[Launch]:
     for count in COUNTS:
         slots = list(range(count))
         sources = [Source(1 + i, PAGE * (1 + i), 0, PAGE * (1 + i)) for i in slots]
-        index = mover.capture_index(sources, slots)
-        requests, boundaries = [s.slot for s in sources], [s.boundary for s in sources]
+        gathered = mover.capture_index(sources, slots)
+        scattered = mover.scatter_index(
+            [s.slot for s in sources], [s.boundary for s in sources], slots
+        )
         arms = {
-            f"gather of {count} boundaries": lambda i=index: mover.gather_rings(i),
-            # With the copy of its indices.
-            f"scatter of {count} boundaries": lambda r=requests, b=boundaries, s=slots: (
-                mover.scatter(r, b, s)
-            ),
+            f"gather of {count} boundaries": partial(mover.gather_rings, gathered),
+            f"scatter of {count} boundaries": partial(mover.scatter, scattered),
         }
         ms = medians(
             {

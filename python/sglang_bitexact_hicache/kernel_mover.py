@@ -70,7 +70,7 @@ class KernelMover(RowMover):
                     for part in parts:
                         self.gather_layer(index, [part])
         self.gather_rings(index)
-        self.scatter([], [], [])
+        self.scatter(self.scatter_index([], [], []))
 
     def _rings_of(self, layer: int) -> list[Ring]:
         rings = (ring for rings in self._view.rings.values() for ring in rings)
@@ -143,11 +143,17 @@ class KernelMover(RowMover):
             segment_words=self._segment,
         )
 
-    def scatter(self, rows: Sequence[int], boundaries: Sequence[int], slots: Sequence[int]) -> None:
-        """As RowMover, one launch and one small copy."""
+    def scatter_index(
+        self, rows: Sequence[int], boundaries: Sequence[int], slots: Sequence[int]
+    ) -> torch.Tensor:
+        """As RowMover: one small copy, int64 ``[3, restores]`` (kernels.py)."""
+        return self._where(slots, rows, boundaries)
+
+    def scatter(self, index: torch.Tensor) -> None:
+        """As RowMover, one launch."""
         kernels.scatter(
             self._table,
-            self._where(slots, rows, boundaries),
+            index,
             staging=self._words,
             segment_words=self._segment,
         )

@@ -74,9 +74,12 @@ class RestorePipeline(RecordPipeline):
             pending = [r for r in pending if id(r) not in applied]
 
     def _scatter(self, wave: Sequence[Restore]) -> None:
+        staging = [r.staging for r in wave]
+        rows, boundaries = [r.row for r in wave], [r.boundary for r in wave]
+        # Its own copy travels while those of the records still do.
+        index = self._mover.scatter_index(rows, boundaries, staging)
         for restore in wave:
             restore.copied.wait()
-        staging = [r.staging for r in wave]
-        self._mover.scatter([r.row for r in wave], [r.boundary for r in wave], staging)
+        self._mover.scatter(index)
         self.staging.give_back(staging, self._lane.mark())
         self._counters.restored += len(wave)

@@ -73,15 +73,20 @@ class RowMover:
             for ring in rings:
                 self._gather(index, ring, None)
 
-    def scatter(self, rows: Sequence[int], boundaries: Sequence[int], slots: Sequence[int]) -> None:
-        """Queue every section of the staging slots into the rings of the request rows, whose next
-        token is at the boundary."""
-        index = {
+    def scatter_index(
+        self, rows: Sequence[int], boundaries: Sequence[int], slots: Sequence[int]
+    ) -> Any:
+        """Put on the device which staging slot goes to which request row, whose next token is at the
+        boundary. It reads nothing of the staging, so it need not come after the copies into it."""
+        return {
             count: SpanScatter(
                 rows, boundaries, count, ring, slots, self._view.device, pin=self._pin
             )
             for count, ring in self._spans
         }
+
+    def scatter(self, index: Any) -> None:
+        """Queue every section of the index's staging slots into the rings of its request rows."""
         for rings in self._view.rings.values():
             for ring in rings:
                 staged = self._staging.rows(ring.section, ring.buffer.dtype)

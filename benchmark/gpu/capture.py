@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from gpu.bench import AHEAD_MS, Bench, Launched, forward
+from gpu.bench import AHEAD_MS, Bench, Launched, forward, timed
 from gpu.config import PAGE
-from gpu.timing import device_ms, host_ms, launches, medians, whole
+from gpu.timing import device_ms, host_ms, launches, whole
 from sglang_bitexact_hicache import forward_hooks
 from sglang_bitexact_hicache.policy import ALL_KINDS, Kind
 
@@ -64,7 +64,7 @@ class CaptureBench:
 
     def timed(self) -> Capture:
         """All times."""
-        ms = medians(
+        ms = timed(
             {
                 "stack": lambda: _of_stack(lambda: forward(self._plain, self._stack)),
                 "stack_with": lambda: self._captured(self._stack, _of_stack),

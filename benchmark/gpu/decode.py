@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from gpu.bench import AHEAD_MS, Bench, Launched, forward
+from gpu.bench import AHEAD_MS, Bench, Launched, forward, timed
 from gpu.config import PAGE
-from gpu.timing import Graphed, device_ms, host_ms, launches, medians, whole
+from gpu.timing import Graphed, device_ms, host_ms, launches, whole
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,7 @@ class Decode:
         plain, quiet: device time of a step without a boundary, without and with the feature.
         plain_boundary, boundary: the same of a step with one.
         alone: device time of the feature's part of a step with one boundary.
-        quiet_host, boundary_host: the calling thread's time for the feature's part, with the checks of
-            strict.py.
+        quiet_host, boundary_host: the calling thread's time for the feature's part.
     """
 
     batch: int
@@ -71,7 +70,7 @@ class DecodeBench:
 
     def timed(self) -> Decode:
         """All times."""
-        ms = medians(
+        ms = timed(
             {
                 "plain": lambda: self._device(self._plain, self._replay),
                 "quiet": lambda: self._device(self._quiet, self._replay),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from gpu.bench import AHEAD_MS, DONOR_ROW, Bench, Launched, forward
+from gpu.bench import AHEAD_MS, DONOR_ROW, Bench, Launched, forward, timed
 from gpu.config import PAGE
 from gpu.feature import Req
 from gpu.timing import Between, Graphed, device_ms, launches, medians, whole
@@ -51,7 +51,7 @@ class RestoreBench:
 
     def timed(self, count: int) -> Restored:
         """All times of a batch of so many."""
-        ms = medians(
+        ms = timed(
             {"latency": lambda: self._latency(count), "scatter": lambda: self._scatter(count)},
             2 * self._bench.run.repeats,
         )

@@ -14,17 +14,23 @@ import functools
 import numpy as np
 import torch
 
+LINE = 32
+"""Words that share a hash."""
 MULTIPLIER = 0x9E3779B1
 SECOND_MULTIPLIER = 0x85EBCA77
 SHIFT = 15
-"""Of the hash of a word's position that makes its weight."""
+"""Of a line's hash."""
+COLUMN_MULTIPLIER = 0xC2B2AE35
+"""What a word's column in its line is multiplied with, before the line's hash is xored to it."""
 
 
 def weights(words: int) -> np.ndarray:
     """Weights of word positions 0..words-1: int32, odd."""
-    x = np.arange(1, words + 1, dtype=np.uint32) * np.uint32(MULTIPLIER)
+    word = np.arange(words, dtype=np.uint32)
+    x = (word // np.uint32(LINE) + np.uint32(1)) * np.uint32(MULTIPLIER)
     x = (x ^ (x >> np.uint32(SHIFT))) * np.uint32(SECOND_MULTIPLIER)
-    return (x ^ (x >> np.uint32(SHIFT)) | np.uint32(1)).view(np.int32)
+    column = word % np.uint32(LINE) * np.uint32(COLUMN_MULTIPLIER)
+    return (x ^ (x >> np.uint32(SHIFT)) ^ column | np.uint32(1)).view(np.int32)
 
 
 @functools.lru_cache(maxsize=16)

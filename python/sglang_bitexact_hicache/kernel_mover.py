@@ -45,6 +45,8 @@ class KernelMover(RowMover):
         )
         words = math.gcd(*(ring.section.row_bytes // 4 for ring in by_layer))
         self._segment = min(kernels.MAX_SEGMENT_WORDS, words & -words)
+        block = 4 * self._segment * kernels.BLOCK_SEGMENTS
+        self._whole_blocks = all(ring.section.nbytes % block == 0 for ring in by_layer)
         self._blocks: dict[int, range] = {}
         table: list[list[int]] = []
         for ring in by_layer:
@@ -119,6 +121,7 @@ class KernelMover(RowMover):
             staging=self._words,
             sums=self._staging.checksums,
             segment_words=self._segment,
+            whole_blocks=self._whole_blocks,
             chunks={part_of(part.ring.section): part.chunk for part in parts},
             narrow_state=any(p.chunk.dtype != p.ring.buffer.dtype for p in parts),
             reads_ring=index.reads_ring,
@@ -141,6 +144,7 @@ class KernelMover(RowMover):
             staging=self._words,
             sums=self._staging.checksums,
             segment_words=self._segment,
+            whole_blocks=self._whole_blocks,
         )
 
     def scatter_index(
@@ -156,6 +160,7 @@ class KernelMover(RowMover):
             index,
             staging=self._words,
             segment_words=self._segment,
+            whole_blocks=self._whole_blocks,
         )
 
     def _where(self, *columns: Sequence[int]) -> torch.Tensor:

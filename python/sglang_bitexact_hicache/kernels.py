@@ -16,6 +16,7 @@ position of the first token that the forward computes for that request, and its 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
@@ -26,8 +27,7 @@ from sglang_bitexact_hicache import checksum
 BLOCK_SEGMENTS = 32
 """Segments of a block: 4 KiB where a segment is full."""
 
-GATHER_WARPS = 2
-SCATTER_WARPS = 4
+WARPS = 2
 """Warps that move a block, as measured on an H200."""
 
 MAX_SEGMENT_WORDS = 32
@@ -39,32 +39,57 @@ ALIGNED_WORDS = 4
 FIELDS = tl.constexpr(8)
 MULTIPLIER = tl.constexpr(checksum.MULTIPLIER)
 SECOND_MULTIPLIER = tl.constexpr(checksum.SECOND_MULTIPLIER)
+COLUMN_MULTIPLIER = tl.constexpr(checksum.COLUMN_MULTIPLIER)
 SHIFT = tl.constexpr(checksum.SHIFT)
+LINE = tl.constexpr(checksum.LINE)
+
+
+_SCATTER_NUMBERS = ("boundaries", "staging_stride")
+_GATHER_NUMBERS = (
+    *_SCATTER_NUMBERS,
+    "sums_stride",
+    *(f"{what}{part}" for part in range(4) for what in ("chunk", "stride")),
+)
+"""Arguments that Triton need not look at, of the types that the kernels say: the addresses of chunks are
+numbers, whatever their dtype. So what is compiled depends on the constants alone (`_Launcher`)."""
 
 
 @triton.jit
-def _ring_rows(entry, at, boundaries, BLOCK: tl.constexpr, WORDS: tl.constexpr):
-    """(segments, which are inside, their positions and columns, pointers into the ring)."""
-    request = tl.load(at + boundaries).to(tl.int32)
+def _segments(entry, at, boundaries, BLOCK: tl.constexpr, WORDS: tl.constexpr, WHOLE: tl.constexpr):
+    """(segments, which of them are the section's, their rows and columns, the first row's position,
+    pointers into the ring). What is the same for all of them stays scalar: the rest is paid per word."""
+    request = tl.load(at + boundaries)
     boundary = tl.load(at + 2 * boundaries).to(tl.int32)
-    ring = tl.load(entry).to(tl.pointer_type(tl.int32))
-    size = tl.load(entry + 1).to(tl.int32)
+    size = tl.load(entry + 1)
     rows = tl.load(entry + 2).to(tl.int32)
     row_segments = tl.load(entry + 3).to(tl.int32)
     segment = tl.load(entry + 4).to(tl.int32) + tl.arange(0, BLOCK)
-    row = segment // row_segments
+    row = (segment.to(tl.uint32) // row_segments.to(tl.uint32)).to(tl.int32)
+    inside = tl.full((BLOCK,), True, tl.int1) if WHOLE else segment < rows * row_segments
     column = (segment - row * row_segments) * WORDS
-    position = boundary - rows + row
-    at = (request * size + position % size).to(tl.int64) * (row_segments * WORDS) + column
-    return segment, segment < rows * row_segments, position, column, ring + at
+    row_words = row_segments * WORDS
+    ring = tl.load(entry).to(tl.pointer_type(tl.int32)) + request * size * row_words
+    # A section has no more rows than its ring.
+    size = size.to(tl.int32)
+    ring_row = ((boundary - rows).to(tl.uint32) % size.to(tl.uint32)).to(tl.int32) + row
+    ring_row = tl.where(ring_row >= size, ring_row - size, ring_row)
+    return segment, inside, row, column, boundary - rows, ring + (ring_row * row_words + column)
+
+
+@triton.jit
+def _words(rows, ALIGNED: tl.constexpr, WORDS: tl.constexpr):
+    """Pointers to every word of the segments that begin where `rows` points."""
+    words = rows[:, None] + tl.arange(0, WORDS)[None, :]
+    if ALIGNED:
+        # Here, not on `rows`: what is said of a function's argument is lost where it is inlined.
+        words = tl.multiple_of(words, (1, 16))
+    return words
 
 
 @triton.jit
 def _load(rows, mask, ALIGNED: tl.constexpr, WORDS: tl.constexpr):
     """Segments that begin where `rows` points, ``[segments, words]``."""
-    if ALIGNED:
-        rows = tl.multiple_of(rows, 16)
-    return tl.load(rows[:, None] + tl.arange(0, WORDS)[None, :], mask=mask[:, None], other=0)
+    return tl.load(_words(rows, ALIGNED, WORDS), mask=mask[:, None], other=0)
 
 
 @triton.jit
@@ -87,34 +112,39 @@ def _load_narrowed(rows, mask, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _weights(word):
-    """checksum.weights of word positions, int32."""
-    x = (word + 1).to(tl.uint32) * MULTIPLIER
+def _weights(segment, WORDS: tl.constexpr):
+    """checksum.weights of the segments' words, int32."""
+    first = segment * WORDS
+    x = (first // LINE + 1).to(tl.uint32) * MULTIPLIER
     x = (x ^ (x >> SHIFT)) * SECOND_MULTIPLIER
-    return ((x ^ (x >> SHIFT)) | 1).to(tl.int32, bitcast=True)
+    x = x ^ (x >> SHIFT)
+    column = (first % LINE)[:, None] + tl.arange(0, WORDS)[None, :]
+    weights = (x[:, None] ^ (column.to(tl.uint32) * COLUMN_MULTIPLIER)) | 1
+    return weights.to(tl.int32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["boundaries", "stride0", "stride1", "stride2", "stride3"])
+@triton.jit(do_not_specialize=_GATHER_NUMBERS)
 def _gather(
     table,
     where,
-    boundaries,
+    boundaries: tl.int32,
     staging,
-    staging_stride,
+    staging_stride: tl.int64,
     sums,
-    sums_stride,
-    chunk0,
-    stride0,
-    chunk1,
-    stride1,
-    chunk2,
-    stride2,
-    chunk3,
-    stride3,
+    sums_stride: tl.int32,
+    chunk0: tl.int64,
+    stride0: tl.int32,
+    chunk1: tl.int64,
+    stride1: tl.int32,
+    chunk2: tl.int64,
+    stride2: tl.int32,
+    chunk3: tl.int64,
+    stride3: tl.int32,
     FROM_CHUNK: tl.constexpr,
     READS_RING: tl.constexpr,
     NARROW: tl.constexpr,
     ALIGNED: tl.constexpr,
+    WHOLE: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -122,10 +152,10 @@ def _gather(
     entry = table + tl.program_id(0) * FIELDS
     at = where + tl.program_id(1)
     slot = tl.load(at)
-    segment, inside, position, column, old = _ring_rows(entry, at, boundaries, BLOCK, WORDS)
+    segment, inside, row, column, first, old = _segments(entry, at, boundaries, BLOCK, WORDS, WHOLE)
     if FROM_CHUNK:
         start = tl.load(at + 3 * boundaries).to(tl.int32)
-        row = (tl.load(at + 4 * boundaries) + position - start).to(tl.int64)
+        skipped = tl.load(at + 4 * boundaries) + first - start
         part = tl.load(entry + 7)
         chunk = chunk0.to(tl.pointer_type(tl.int32))
         stride = stride0
@@ -138,37 +168,37 @@ def _gather(
         elif part == 3:
             chunk = chunk3.to(tl.pointer_type(tl.int32))
             stride = stride3
+        chunk += skipped * stride
         computed = inside
         if READS_RING:
-            computed = inside & (position >= start)
+            computed = inside & (first + row >= start)
         if NARROW:
             if part > 0:
-                value = _load_narrowed(chunk + row * stride + 2 * column, computed, WORDS)
+                value = _load_narrowed(chunk + (row * stride + 2 * column), computed, WORDS)
             else:
-                value = _load(chunk + row * stride + column, computed, ALIGNED, WORDS)
+                value = _load(chunk + (row * stride + column), computed, ALIGNED, WORDS)
         else:
-            value = _load(chunk + row * stride + column, computed, ALIGNED, WORDS)
+            value = _load(chunk + (row * stride + column), computed, ALIGNED, WORDS)
         if READS_RING:
-            kept = inside & (position < start)
+            kept = inside & (first + row < start)
             value = tl.where(kept[:, None], _load(old, kept, ALIGNED, WORDS), value)
     else:
         value = _load(old, inside, ALIGNED, WORDS)
-    lane = tl.arange(0, WORDS)
-    word = (segment * WORDS)[:, None] + lane[None, :]
     into = staging + slot * staging_stride + tl.load(entry + 5)
-    tl.store(into + word, value, mask=inside[:, None])
-    total = tl.sum(value.to(tl.int64) * _weights(word).to(tl.int64))
+    tl.store(_words(into + segment * WORDS, ALIGNED, WORDS), value, mask=inside[:, None])
+    total = tl.sum(value.to(tl.int64) * _weights(segment, WORDS).to(tl.int64))
     tl.atomic_add(sums + slot * sums_stride + tl.load(entry + 6), total, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["boundaries"])
+@triton.jit(do_not_specialize=_SCATTER_NUMBERS)
 def _scatter(
     table,
     where,
-    boundaries,
+    boundaries: tl.int32,
     staging,
-    staging_stride,
+    staging_stride: tl.int64,
     ALIGNED: tl.constexpr,
+    WHOLE: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -176,12 +206,40 @@ def _scatter(
     entry = table + tl.program_id(0) * FIELDS
     at = where + tl.program_id(1)
     slot = tl.load(at)
-    segment, inside, _, _, target = _ring_rows(entry, at, boundaries, BLOCK, WORDS)
-    source = staging + slot * staging_stride + tl.load(entry + 5) + segment * WORDS
-    value = _load(source, inside, ALIGNED, WORDS)
-    if ALIGNED:
-        target = tl.multiple_of(target, 16)
-    tl.store(target[:, None] + tl.arange(0, WORDS)[None, :], value, mask=inside[:, None])
+    segment, inside, _, _, _, target = _segments(entry, at, boundaries, BLOCK, WORDS, WHOLE)
+    source = staging + slot * staging_stride + tl.load(entry + 5)
+    value = _load(source + segment * WORDS, inside, ALIGNED, WORDS)
+    tl.store(_words(target, ALIGNED, WORDS), value, mask=inside[:, None])
+
+
+class _Launcher:
+    """Launches a kernel on the current stream.
+
+    Triton looks at each argument at each launch, for what it may have been compiled with; here only the
+    constants tell. So what it returned for them is launched directly the next time, in a fraction of the
+    host's time, which counts where a layer is one launch. Under the interpreter it returns nothing.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(
+        self, table: torch.Tensor, where: torch.Tensor, *rest: torch.Tensor | int, **constants: Any
+    ) -> None:
+        """One program for each block of the table and each boundary."""
+        grid = (table.shape[0], where.shape[1], 1)
+        arguments = (table, where, grid[1], *rest)
+        key = (table.device, *constants.values())
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[grid](*arguments, *constants.values())
+            return
+        self._compiled[key] = self._function[grid](*arguments, **constants, num_warps=WARPS)
+
+
+_launch_gather = _Launcher(_gather)
+_launch_scatter = _Launcher(_scatter)
 
 
 def gather(
@@ -191,6 +249,7 @@ def gather(
     staging: torch.Tensor,
     sums: torch.Tensor,
     segment_words: int,
+    whole_blocks: bool,
     chunks: Mapping[int, torch.Tensor] | None = None,
     narrow_state: bool = False,
     reads_ring: bool = True,
@@ -202,25 +261,27 @@ def gather(
         staging: int32 ``[slots, words of a record]``.
         sums: int64 ``[slots, sections]``, zero where it is added to.
         segment_words: words of a segment, a power of two that divides every row.
+        whole_blocks: every section is a number of whole blocks.
         chunks: by part, ``[tokens, row]``, elements of a row contiguous, rows of whole words; None:
             every row is in a ring.
         narrow_state: the chunks but the first are fp32 and their rings bf16.
         reads_ring: whether some row is before its chunk.
     """
-    operands: list[torch.Tensor | int] = []
+    operands: list[int] = []
     aligned = segment_words % ALIGNED_WORDS == 0
+    nothing = table.data_ptr()  # never looked at, but of a type that can be
     for part in range(4):
-        chunk = (chunks or {}).get(part)
+        chunk = None if chunks is None else chunks.get(part)
         if chunk is None:
-            operands += [table, 0]  # never looked at, but of a type that can be
+            operands += (nothing, 0)
         else:
+            address = chunk.data_ptr()
             row_bytes = chunk.stride(0) * chunk.element_size()
-            aligned &= (chunk.data_ptr() | row_bytes) % (4 * ALIGNED_WORDS) == 0
-            operands += [chunk, row_bytes // 4]
-    _gather[(table.shape[0], where.shape[1])](
+            aligned &= (address | row_bytes) % (4 * ALIGNED_WORDS) == 0
+            operands += (address, row_bytes // 4)
+    _launch_gather(
         table,
         where,
-        where.shape[1],
         staging,
         staging.stride(0),
         sums,
@@ -230,25 +291,29 @@ def gather(
         READS_RING=reads_ring,
         NARROW=narrow_state,
         ALIGNED=aligned,
+        WHOLE=whole_blocks,
         WORDS=segment_words,
         BLOCK=BLOCK_SEGMENTS,
-        num_warps=GATHER_WARPS,
     )
 
 
 def scatter(
-    table: torch.Tensor, where: torch.Tensor, *, staging: torch.Tensor, segment_words: int
+    table: torch.Tensor,
+    where: torch.Tensor,
+    *,
+    staging: torch.Tensor,
+    segment_words: int,
+    whole_blocks: bool,
 ) -> None:
     """Queue the scatter of the table's blocks for every boundary, one launch on the current stream.
     Arguments as in `gather`."""
-    _scatter[(table.shape[0], where.shape[1])](
+    _launch_scatter(
         table,
         where,
-        where.shape[1],
         staging,
         staging.stride(0),
         ALIGNED=segment_words % ALIGNED_WORDS == 0,
+        WHOLE=whole_blocks,
         WORDS=segment_words,
         BLOCK=BLOCK_SEGMENTS,
-        num_warps=SCATTER_WARPS,
     )

@@ -40,6 +40,9 @@ KV_MARKS = 64
 KV_DIGEST_BYTES = 16
 """The digest of a page of KV, and a value of the KV chain."""
 
+LAYOUT_VERSION = 4
+"""Of what a record holds, and of the checksums in it."""
+
 CHECKSUM_BYTES = 8
 """One section's device checksum, a little-endian int64."""
 
@@ -202,7 +205,7 @@ class RecordLayout:
         """16 hex digits that differ whenever two layouts' bytes are not interchangeable."""
         text = repr(
             (
-                3,
+                LAYOUT_VERSION,
                 self.layers,
                 self.ratios,
                 self.window_row_bytes,

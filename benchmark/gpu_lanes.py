@@ -117,7 +117,10 @@ class Bench:
         }
 
     def forward(self, slots: list[int], after: list) -> object:
-        """Capture every boundary of the chunk into the host slots; the event of the host bytes."""
+        """Capture every boundary of the chunk into the host slots; the event of the host bytes.
+
+        `after`: events of what still reads the slots.
+        """
         plan = self.capture.begin(self.sources)
         states = {}
         for pool in POOLS[1:]:
@@ -127,7 +130,7 @@ class Bench:
             for ring in states.get(layer, ()):
                 self.capture.gather_state(plan, ring, self.chunks[ring.section.index])
             self.capture.gather_window(plan, layer, [self.chunks[layer]])
-        return self.capture.finish(plan, slots, after)
+        return self.capture.finish(plan, slots, [self.out_lane.mark(), *after])
 
     def scramble(self) -> None:
         """Overwrite the sources, as the next forward does, right behind the gather."""
@@ -208,7 +211,7 @@ def control_is_noticed(bench: Bench) -> bool:
     def forgetful(plan: object, slots: list[int], after: list) -> object:
         # The copy is held back behind a long kernel; the restore is told that it already ran.
         torch.cuda._sleep(200_000_000)
-        finish(plan, slots, after)
+        finish(plan, slots, [bench.out_lane.mark(), *after])
         return unordered
 
     bench.pools.memory.zero_()

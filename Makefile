@@ -14,11 +14,12 @@ WORKERS ?= 2
 # gives the same sums.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env lint test demo bench-reuse bench-l3 bench-gpu clean
+.PHONY: help env lint test matrix demo bench-reuse bench-l3 bench-gpu clean
 
 help:
 	@echo "make demo   start the server per arm, send the rounds, print the table"
 	@echo "make test   lint, then every test"
+	@echo "make matrix        every layout, speculation and number of ranks, tier by tier (under an hour)"
 	@echo "make bench-l3      what storage costs, and its fault tests, counted"
 	@echo "make bench-reuse   replay request traces without a model, write docs/reuse.md (6 minutes)"
 	@echo "make bench-gpu     what capture and restore cost on a GPU, and whether they are exact there"
@@ -46,6 +47,10 @@ lint: env
 
 test: lint
 	cd test && ../$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(TESTS)
+
+# What the log files of a wrong cell say: MATRIX_ARGS="--logs DIR".
+matrix: env
+	cd test/srt/mem_cache && ../../../$(BIN)/python -W ignore matrix.py $(MATRIX_ARGS)
 
 demo: env
 	$(BIN)/python benchmark/demo.py

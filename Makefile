@@ -14,12 +14,13 @@ WORKERS ?= 2
 # gives the same sums.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env lint test matrix demo bench-reuse bench-l3 bench-gpu clean
+.PHONY: help env lint test matrix soak demo bench-reuse bench-l3 bench-gpu clean
 
 help:
 	@echo "make demo   start the server per arm, send the rounds, print the table"
 	@echo "make test   lint, then every test"
 	@echo "make matrix        every layout, speculation and number of ranks, tier by tier (under an hour)"
+	@echo "make soak MINUTES=2 everything at once on a server, every answer checked (KILLS=10: and killed)"
 	@echo "make bench-l3      what storage costs, and its fault tests, counted"
 	@echo "make bench-reuse   replay request traces without a model, write docs/reuse.md (6 minutes)"
 	@echo "make bench-gpu     what capture and restore cost on a GPU, and whether they are exact there"
@@ -51,6 +52,14 @@ test: lint
 # What the log files of a wrong cell say: MATRIX_ARGS="--logs DIR".
 matrix: env
 	cd test/srt/mem_cache && ../../../$(BIN)/python -W ignore matrix.py $(MATRIX_ARGS)
+
+# KILLS=10: servers on the same storage that are killed first; SEED=…
+MINUTES ?= 30
+KILLS ?= 0
+SEED ?= 1
+
+soak: env
+	cd benchmark && ../$(BIN)/python -W ignore -m soak --minutes $(MINUTES) --kills $(KILLS) --seed $(SEED) $(SOAK_ARGS)
 
 demo: env
 	$(BIN)/python benchmark/demo.py

@@ -28,7 +28,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from dsv4_reference_platform import activation
 from dsv4_reference_platform.watchdog import PARENT_VARIABLE
@@ -177,6 +177,7 @@ class Server:
 
     Attributes:
         port, pid, log_path, boot_seconds: known once started.
+        headers: of each request, beside its type.
     """
 
     def __init__(
@@ -189,6 +190,7 @@ class Server:
         start_timeout: float = 240.0,
     ) -> None:
         self.port = free_port()
+        self.headers: dict[str, str] = {}
         self.argv = server_argv(self.port, args, hicache=hicache)
         self.env = server_env({PARENT_VARIABLE: str(os.getpid()), **(env or {})})
         if log_path is None:
@@ -224,7 +226,7 @@ class Server:
             ServerError: it exited or was not healthy within ``start_timeout``; it is stopped.
         """
         begin = time.monotonic()
-        with open(self.log_path, "wb") as log:
+        with self.open_log() as log:
             self._process = subprocess.Popen(
                 self.argv,
                 env=self.env,
@@ -240,6 +242,10 @@ class Server:
             raise
         self.boot_seconds = time.monotonic() - begin
         return self
+
+    def open_log(self) -> contextlib.AbstractContextManager[IO[bytes] | int]:
+        """Where the processes write their output while they are started."""
+        return open(self.log_path, "wb")
 
     def _wait_until_healthy(self, deadline: float) -> None:
         while time.monotonic() < deadline:
@@ -299,15 +305,26 @@ class Server:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 600.0) -> Any:
-        """POST ``body`` as JSON; returns the decoded JSON reply (or text if it is not JSON).
+        """``request`` of ``body``, or of an empty one."""
+        return self.request("POST", path, body or {}, timeout)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        timeout: float = 600.0,
+    ) -> Any:
+        """Send ``body`` as JSON; returns the decoded JSON reply (or text if it is not JSON).
 
         Raises:
             ServerError: the server answered with an error status or not at all.
         """
         request = urllib.request.Request(
             self.url + path,
-            data=json.dumps(body or {}).encode(),
-            headers={"Content-Type": "application/json"},
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json", **self.headers},
+            method=method,
         )
         try:
             with urllib.request.urlopen(request, timeout=timeout) as reply:

@@ -25,8 +25,8 @@ from soak.server import Held, PipedServer, soak_server
 from soak.weather import Weather
 
 CALM_EVERY = 10.0
-"""Seconds between two moments at which nobody asks: the cache is flushed, so that storage is what is left;
-every other time storage is restarted first."""
+"""Seconds between two moments at which nobody asks: the cache is flushed, so that storage is what is
+left; every other time storage is restarted first."""
 
 
 def main() -> int:

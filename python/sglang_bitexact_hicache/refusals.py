@@ -194,7 +194,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "aligned_chunk",
         "--chunked-prefill-size",
-        f"must be a positive multiple of {PAGE_SIZE} with {ALIGNED_ARGUMENT}",
+        f"must be a positive multiple of {PAGE_SIZE} with {ALIGNED_ARGUMENT}, after SGLang has divided "
+        "it by --attn-dp-size",
         _aligned(_no_chunk_of_whole_pages),
     ),
     Rule(
@@ -413,20 +414,6 @@ RULES: tuple[Rule, ...] = (
         "--speculative-algorithm",
         "must be unset",
         _field("speculative_algorithm", None),
-        planned=True,
-    ),
-    Rule(
-        "dp",
-        "--dp-size",
-        "must be 1: replicas were not tried; servers of their own behind a router do the same",
-        _field("dp_size", 1),
-        planned=True,
-    ),
-    Rule(
-        "attn_dp",
-        "--attn-dp-size",
-        "must be 1: padded batches and idle ranks were not tried",
-        _field("attn_dp_size", 1),
         planned=True,
     ),
     Rule(

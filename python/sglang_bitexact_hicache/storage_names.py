@@ -3,8 +3,8 @@
 A server's *identity* is a digest of everything that makes its bytes interchangeable with another
 server's: the layout of the whole model's records (RecordLayout over the layers of all stages), the
 model's configuration, name, revision and weight version, the dtypes, the SGLang version, the kind of
-device, the size of the tensor-parallel group (sums are split by it) and, with aligned prefill, the
-chunk size. Not the ring size, the number of slots, the stride or the host layout: those differ freely.
+device, how sums are split over ranks (the sizes of the groups) and, with aligned prefill, the chunk
+size. Not the ring size, the number of slots, the stride or the host layout: those differ freely.
 
 The identity is part of
 
@@ -105,6 +105,9 @@ def facts_of(server_args: Any, kvcache: Any, layout: RecordLayout, unit: int) ->
         "sglang": sglang.__version__,
         "device": device_kind(kvcache.device),
         "tp": cfg.tp_size,
+        # How else sums are split over the ranks of the group.
+        "attn_dp": cfg.attn_dp_size,
+        "experts": [cfg.ep_size, cfg.moe_dp_size, cfg.moe_dense_tp_size],
         "aligned": unit,
     }
 

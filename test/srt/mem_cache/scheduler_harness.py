@@ -15,8 +15,9 @@ real objects, and one process serves all tests of one configuration.
         assert process.run(scenario, prompt) == 0
 
 With tensor parallelism there is a process for each rank (`SchedulerRanks`). Each runs the whole scenario
-on its own scheduler, one step with every pass of the ranks' event loops, which a barrier keeps together
-as SGLang's broadcast of requests does in a server.
+on its own scheduler, one step with every pass of the ranks' event loops, which a collective keeps
+together as SGLang's broadcast of requests does in a server. With data parallel attention the ranks' scenarios may
+do different things, and end at different times.
 """
 
 from __future__ import annotations
@@ -340,12 +341,24 @@ def _child(pipe: Any, argv: list[str], log_path: str, rank: int, where: int) -> 
                 gpu_id=rank,
                 tp_rank=rank,
                 pp_rank=0,
-                dp_rank=None,
+                dp_rank=_dp_rank(server_args, rank),
                 pipe_writer=types.SimpleNamespace(send=lambda info: pipe.send((True, "ready"))),
             )
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         raise
+
+
+def _dp_rank(server_args: Any, rank: int) -> int | None:
+    """The data-parallel rank of a tensor-parallel one, as SGLang's data parallel controller gives it."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.layers.dp_attention import compute_dp_attention_world_info
+
+    cfg = resolving_view(server_args)
+    if cfg.attn_dp_size == 1:
+        return None
+    _, _, dp_rank, _ = compute_dp_attention_world_info(rank, cfg.tp_size, cfg.attn_dp_size)
+    return dp_rank
 
 
 @contextmanager
@@ -379,6 +392,11 @@ class _Driver:
         self._pipe = pipe
         self._harness: Harness | None = None
         self._steps: Steps | None = None
+        self._begun = False
+        """Whether there is an outcome to tell of."""
+        self._done = True
+        self._outcome: Any = None
+        """What the scenario returned, until all ranks are done with theirs."""
 
     @property
     def ingest(self) -> Callable[..., list]:
@@ -394,29 +412,32 @@ class _Driver:
         if self._harness is None:
             self._harness = Harness(scheduler)
         try:
-            self._meet()
-            if self._steps is None:
-                outcome = self._begin()
-                if not isinstance(outcome, Generator):
-                    self._pipe.send((True, outcome))
-                    return
-                self._steps = outcome
-            next(self._steps)
+            if self._all_done():
+                self._begin()
+            if self._steps is not None:
+                next(self._steps)
         except StopIteration as stop:
-            self._steps = None
-            self._pipe.send((True, stop.value))
+            self._steps, self._outcome, self._done = None, stop.value, True
         except EOFError:
             os._exit(0)
         except Exception:
-            self._steps = None
+            self._steps, self._done, self._begun = None, True, False
             self._pipe.send((False, traceback.format_exc()))
 
-    def _meet(self) -> None:
-        """Every rank takes its n-th step before any takes its next."""
+    def _all_done(self) -> bool:
+        """Whether every rank is done with its scenario; none takes its next step before all are here.
+        With data parallelism a scenario may end earlier on one rank: it goes on stepping, idle."""
         group = self._harness.scheduler.tp_cpu_group
+        done = torch.tensor(int(self._done))
         if torch.distributed.get_world_size(group) > 1:
-            torch.distributed.barrier(group)
+            torch.distributed.all_reduce(done, torch.distributed.ReduceOp.MIN, group)
+        return bool(done)
 
-    def _begin(self) -> Any:
+    def _begin(self) -> None:
+        if self._begun:
+            self._pipe.send((True, self._outcome))
+        self._begun = True
         module, name, args = self._pipe.recv()
-        return getattr(importlib.import_module(module), name)(self._harness, *args)
+        outcome = getattr(importlib.import_module(module), name)(self._harness, *args)
+        self._done = not isinstance(outcome, Generator)
+        self._steps, self._outcome = (None, outcome) if self._done else (outcome, None)

@@ -187,6 +187,7 @@ def test_what_the_identity_depends_on(tmp_path):
     assert first == identity(args(), pool)
     assert first == identity(args(None, "--max-running-requests", "7"), pool)
     assert first == identity(args(None, "--hicache-ratio", "3"), pool)
+    assert first == identity(args(None, "--dp-size", "2"), pool), "replicas"
     assert first == identity(args(), make_kv_pool(pages=9, rows=5)), "sizes of pools"
     others = {
         "name": identity(args(None, "--served-model-name", "other"), pool),
@@ -194,6 +195,9 @@ def test_what_the_identity_depends_on(tmp_path):
         "revision": identity(args(None, "--revision", "two"), pool),
         "config": identity(args({"rms_norm_eps": 1e-3}), pool),
         "aligned": identity(args(), pool, unit=512),
+        "ranks": identity(args(None, "--tp-size", "2"), pool),
+        "attention": identity(args(None, "--tp-size", "2", "--attn-dp-size", "2"), pool),
+        "experts": identity(args(None, "--tp-size", "2", "--ep-size", "2"), pool),
         "layout": identity(args(), make_kv_pool(pages=2, rows=1, nope=28)),
         "layers": identity(args(), make_kv_pool(pages=2, rows=1, layers=(4, 128, 4))),
     }

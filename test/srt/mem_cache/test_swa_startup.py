@@ -338,8 +338,6 @@ CASES: dict[str, Case] = {
         *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
         *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
     ),
-    "dp": _case("--dp-size", "2"),
-    "attn_dp": _case("--attn-dp-size", "2", "--tp-size", "2"),
     "pp": _case("--pp-size", "2"),
     "storage_ranks": _case("--hicache-storage-backend", "file", "--tp-size", "2"),
     "storage_backend": _case("--hicache-storage-backend", "mooncake"),
@@ -403,6 +401,9 @@ def test_all_that_is_wrong_is_said_at_once(model):
         ("--disable-overlap-schedule",),
         ("--hicache-swa-offload-page-stride", "16"),
         ("--tp-size", "2"),
+        ("--dp-size", "2"),
+        ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
+        ("--tp-size", "4", "--attn-dp-size", "2"),
     ],
 )
 def test_what_is_free_to_choose_is_not_refused(args, model):

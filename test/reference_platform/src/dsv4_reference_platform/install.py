@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from dsv4_reference_platform import activation, invariant, weights
+from dsv4_reference_platform import activation, invariant, several_ranks, weights
 
 _OPS = "sglang.kernels.ops"
 _DSV4 = f"{_OPS}.attention.dsv4"
@@ -144,7 +144,7 @@ def install() -> None:
     else:
         invariant.install()
         _no_host_registration()
-        _install_ranks()
+        several_ranks.install(rebind)
         _complete_device_module()
     _install_kernels()
     _install_transfers()
@@ -347,26 +347,6 @@ def _leave_pageable(*_args: Any, **_kwargs: Any) -> None:
 def _pageable_page(pool: Any) -> torch.Tensor:
     """Stands for ``DeepSeekV4PagedHostPool.get_dummy_flat_data_page``, whose buffer is pinned."""
     return torch.zeros(pool.layer_num * pool.item_bytes, dtype=pool.dtype)
-
-
-def _install_ranks() -> None:
-    """Several ranks on a CPU, with the shapes that they have on a GPU."""
-    rebind(
-        "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp", _leave_config_alone
-    )
-    rebind("sglang.srt.models.deepseek_v4.MqaAttentionBase._kernel_num_heads", _local_heads)
-
-
-def _leave_config_alone(model_config: Any, *_how: Any) -> Any:
-    """Stands for ``adjust_config_with_unaligned_cpu_tp``, which gives DeepSeek-V4's one KV head to each
-    rank by raising their number; its KV is replicated."""
-    return model_config
-
-
-def _local_heads(layer: Any, num_tokens: int) -> int:
-    """Stands for ``_kernel_num_heads``, which pads a rank's query heads to the 64 of the GPU kernels.
-    Heads do not see each other, and here each would cost its full price."""
-    return layer.n_local_heads
 
 
 def _lengths_on_cpu(_backend: Any, lengths: list[int]) -> torch.Tensor:

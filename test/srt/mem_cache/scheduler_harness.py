@@ -16,8 +16,8 @@ real objects, and one process serves all tests of one configuration.
 
 With tensor parallelism there is a process for each rank (`SchedulerRanks`). Each runs the whole scenario
 on its own scheduler, one step with every pass of the ranks' event loops, which a collective keeps
-together as SGLang's broadcast of requests does in a server. With data parallel attention the ranks' scenarios may
-do different things, and end at different times.
+together as SGLang's broadcast of requests does in a server. With data parallel attention the ranks'
+scenarios may do different things, and end at different times.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
 With tensor parallelism every rank has the whole latent KV, compressor and state of a request, captures
 and restores its own copy, and takes every decision by itself, from host integers that are equal
-everywhere. Two things are not known alike: whether a restore came out right, which is a fact of one
-rank's bytes (the debug checks), and whether a rank has the truth that it should have, which would be a
-bug. There the ranks ask each other and take the worst answer, because a request that goes on here and
-ends there leaves ranks with different batches, which hangs the server.
+everywhere. What is not known alike: whether a restore came out right, which is a fact of one rank's
+bytes (the debug checks); whether a rank has the truth that it should have, which would be a bug; and
+what the IO threads of storage found out (storage.py). There the ranks ask each other and take the worst
+answer, because a request that goes on here and ends there leaves ranks with different batches, which
+hangs the server.
 
 Every rank must come to a collective, and in the same order. So a call here may depend on what is equal
 on all ranks only: the requests of a batch and their prefixes, never on what this rank found out.
@@ -55,7 +56,16 @@ class Ranks:
         """Per flag, whether it is set on every rank. As many flags on every rank; none: no call."""
         if self._reduce is None or not flags:
             return list(flags)
-        return [bool(flag) for flag in self._least([int(flag) for flag in flags])]
+        return [bool(flag) for flag in self.least([int(flag) for flag in flags])]
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """Per number (64 bits, signed), the least of the ranks'. As many of them on every rank, at least
+        one."""
+        if self._reduce is None:
+            return list(numbers)
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        self._reduce(tensor, torch.distributed.ReduceOp.MIN)
+        return tensor.tolist()
 
     def require_same(self, numbers: Mapping[str, int]) -> None:
         """Compare numbers (64 bits, signed) with those of the other ranks: the same names in the same
@@ -66,7 +76,7 @@ class Ranks:
         """
         if self._reduce is None or not numbers:
             return
-        least = self._least([n for value in numbers.values() for n in (value, ~value)])
+        least = self.least([n for value in numbers.values() for n in (value, ~value)])
         # The least of ~value is the complement of the largest value.
         pairs = zip(numbers.items(), least[::2], least[1::2], strict=True)
         wrong = [f"{name} (here {here})" for (name, here), low, high in pairs if low != ~high]
@@ -81,8 +91,3 @@ class Ranks:
         `message` formatted with `values`. It ends a server whose ranks decide differently; off, it
         costs a call."""
         self._note(f"bit-exact HiCache: {message}", *values)
-
-    def _least(self, numbers: Sequence[int]) -> list[int]:
-        tensor = torch.tensor(numbers, dtype=torch.int64)
-        self._reduce(tensor, torch.distributed.ReduceOp.MIN)
-        return tensor.tolist()

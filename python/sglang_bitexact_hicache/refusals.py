@@ -148,11 +148,19 @@ def _unknown_kinds(s: Startup) -> bool:
         return True
 
 
-def _name_excess(model_name: str | None) -> int:
+def _name_excess(model_name: str | None, ranks: int) -> int:
     # Not with the module: this one is loaded in every process, with the flag off as well.
     from sglang_bitexact_hicache.storage_names import name_excess
 
-    return name_excess(model_name)
+    return name_excess(model_name, ranks)
+
+
+def _name_too_long(s: Startup) -> bool:
+    ranks = s.cfg.tp_size // s.cfg.attn_dp_size
+    return (
+        s.cfg.hicache_storage_backend is not None
+        and _name_excess(s.cfg.served_model_name, ranks) > 0
+    )
 
 
 def _aligned(refuses: Callable[[Startup], bool]) -> Callable[[Startup], bool]:
@@ -425,14 +433,6 @@ RULES: tuple[Rule, ...] = (
         planned=True,
     ),
     Rule(
-        "storage_ranks",
-        "--hicache-storage-backend",
-        "must be unset with --tp-size above 1: one rank writes for all, and nothing proves yet that the "
-        "others hold the same bytes",
-        lambda s: s.cfg.hicache_storage_backend is not None and s.cfg.tp_size > 1,
-        planned=True,
-    ),
-    Rule(
         "storage_backend",
         "--hicache-storage-backend",
         f"must be one of {', '.join(STORAGE_BACKENDS)}, or unset",
@@ -444,9 +444,7 @@ RULES: tuple[Rule, ...] = (
         "--served-model-name",
         "must be shorter (it is the model's path where it is not given): it is part of the name of each "
         "stored page, which would be too long for a file system",
-        lambda s: (
-            s.cfg.hicache_storage_backend is not None and _name_excess(s.cfg.served_model_name) > 0
-        ),
+        _name_too_long,
     ),
 )
 """Every rule, in the order in which it is reported."""
@@ -477,13 +475,11 @@ def storage_problem(
 ) -> str | None:
     """Why a storage backend cannot be attached at run time with this write policy, or None. `ranks`:
     that hold the same KV."""
-    if ranks > 1:
-        return "storage is not supported with --tp-size above 1 yet"
     if storage_backend not in STORAGE_BACKENDS:
         return f"the storage backend must be one of {', '.join(STORAGE_BACKENDS)}"
     if write_policy not in (None, "write_through"):
         return f"the write policy must stay write_through, got {write_policy!r}"
-    excess = _name_excess(model_name)
+    excess = _name_excess(model_name, ranks)
     if excess > 0:
         return f"--served-model-name must be shorter by {excess} bytes: it is part of file names"
     return None

@@ -455,8 +455,8 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory.create_backend",
-        Kind.AFTER,
-        "storage:after_create_backend",
+        Kind.AROUND,
+        "storage:around_create_backend",
         "SGLang's storage backend behind one that verifies what it gives",
         ("cls", "backend_name", "storage_config", "mem_pool_host", "kwargs"),
         When.ENGAGED,
@@ -470,6 +470,15 @@ SEAMS: tuple[Seam, ...] = (
         ("model_name", "host_pool"),
         When.ENGAGED,
         "managers/cache_controller.py:794 _generate_storage_config",
+    ),
+    Seam(
+        "sglang.srt.managers.cache_controller.HiCacheController._generate_storage_config",
+        Kind.AFTER,
+        "storage:after_generate_storage_config",
+        "ranks that hold the same KV write their own bytes, under keys of their own",
+        ("self", "model_name", "storage_backend_extra_config"),
+        When.ENGAGED,
+        "managers/cache_controller.py:606 attach_storage_backend",
     ),
     Seam(
         f"{_WEIGHTS}.record_weight_version_after_update",

@@ -10,11 +10,17 @@
 Identity in this process is lineage; across processes it is digests of the pages' bytes. `KvPage` joins
 them: one object a lineage, with the digest once somebody has computed it.
 
+With several ranks each writes and reads its own bytes, under names of its own, and proves them by
+itself. Every decision that changes the tree, the slots or what is asked of the threads is taken alike:
+from host integers that are equal everywhere or, where it takes what IO threads found out (`anchor_of`,
+`commit`, a flush), after the ranks have asked each other.
+
 Scheduler thread only, but for the tables that say otherwise (refused, stored, counters, landing).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Sequence
@@ -27,6 +33,7 @@ from sglang_bitexact_hicache.layout import POOLS, WINDOW_POOL, RecordLayout
 from sglang_bitexact_hicache.lineage import ROOT, UNKNOWN, Copy
 from sglang_bitexact_hicache.metrics import StorageCounters
 from sglang_bitexact_hicache.policy import Keep
+from sglang_bitexact_hicache.ranks import Ranks
 from sglang_bitexact_hicache.refused import RefusedKeys
 from sglang_bitexact_hicache.storage_guard import (
     OTHER_KV_SECONDS,
@@ -104,6 +111,7 @@ class TruthStorage:
         """Join the cache that was built, its truth store and its host pools."""
         runtime = cache.truth_runtime
         self.cache = cache
+        self.ranks = Ranks.of(cache)
         self.store = cache.store
         self.pools = runtime.pools
         self.slot_events = runtime.slot_events
@@ -175,7 +183,7 @@ class TruthStorage:
 
     def write_transfers(self, node: Any) -> list[TruthTransfer] | None:
         """For the storage write of a node that begins: its truths, and its prefix. None where the
-        prefix in host memory is not one computation, or its bytes are on their way."""
+        prefix in host memory is not one computation, or bytes of it are on their way."""
         self.attached()  # where there was no page to be had, there may be one now
         path = self._path(node.id)
         if path is None:
@@ -237,7 +245,8 @@ class TruthStorage:
 
         Where the tree holds pages behind the node in host memory, and one of them only lacks a record
         that storage is known to have, their KV need not be read to get it: the last node before that page
-        is as good an anchor. (The page itself is read: SGLang fetches nothing without KV.)
+        is as good an anchor. (The page itself is read: SGLang fetches nothing without KV.) Of what the
+        ranks know, the least: each has every page before its own answer at hand.
         """
         tree, page = self.cache.tree_core, self.cache.page_size
         node = tree.node_by_id(node_id)
@@ -253,6 +262,7 @@ class TruthStorage:
             resident.append((start, node, span))
             start += len(node.key)
         record = next((end for end in map(self._last_record, reversed(resident)) if end), 0)
+        (record,) = self.ranks.least([record])
         # The last node that ends before the record's page.
         for start, node, _ in reversed(resident):
             end = start + len(node.key)
@@ -280,7 +290,8 @@ class TruthStorage:
     def commit(self, transfers: Sequence[TruthTransfer], insert_result: Any, result: Any) -> None:
         """A prefetch is in the tree: publish its truth, or give the slot back.
 
-        All ranks come here with the same counts (SGLang reduces them), so with the same verdict.
+        All ranks come here with the same counts (SGLang reduces them), and where these are whole every
+        one has verified its own bytes.
         """
         primary = transfers[0]
         job: Fetch = primary.job
@@ -305,6 +316,11 @@ class TruthStorage:
         if self.store.publish(lineage, slot, Keep.POINT, pages):
             used = pages * self.kv.nbytes() + self.layout.slot_bytes
             self.counters.add(records_loaded=1, bytes_used=used)
+
+    def may_flush(self) -> bool:
+        """Whether no call of the backend hangs on any rank; waits for those that are under way."""
+        (returned,) = self.ranks.all_of([self.calls.all_returned(HANGS_SECONDS)])
+        return returned
 
     def flush(self) -> None:
         """The tree was reset and SGLang's threads have stopped: nothing is in flight any more."""
@@ -368,7 +384,7 @@ class TruthStorage:
             if copy is None or copy.first_parent != previous or not copy.whole:
                 return None
             span = self._span(node, copy)
-            if not span.known:
+            if not span.landed:
                 return None
             spans.append(span)
             previous = copy.last_id
@@ -402,30 +418,21 @@ class TruthStorage:
         in the host row that was read, or if its digest, known by its lineage, is the same.
         """
         path = self.cache._path(target)
-        rows = [None] * (len(job.digests) - len(job.rows)) + list(job.rows)
-        if sum(self.cache.pages_of(node) for node in path) != len(rows):
+        copies = [self.cache.copies.of(node.id).host for node in path]
+        pages = sum(self.cache.pages_of(node) for node in path)
+        if pages != len(job.digests) or None in copies:
             return None
-        renamed, position, previous = [], 0, ROOT
-        for node in path:
-            copy = self.cache.copies.of(node.id).host
-            if copy is None:
-                return None
+        if not self._survivors_are_verified(job, path, copies):
+            return None
+        renamed, previous = [], ROOT
+        for node, copy in zip(path, copies, strict=True):
             ids, parents = [], []
-            here = host_pages(node.component_data[0].host_value)
-            for row, lineage, parent in zip(here, copy.ids, copy.parents, strict=True):
-                known = self._pages.get(lineage)
-                read_now = row == rows[position]
-                digest = None if known is None else known.digest
-                if not read_now and digest != job.digests[position]:
-                    page_hash = [*job.path_hashes, *job.hashes][position]
-                    self._not_proved(node, page_hash, position, unknown=digest is None)
-                    return None
+            for lineage, parent in zip(copy.ids, copy.parents, strict=True):
                 if lineage == UNKNOWN or parent != previous:
                     lineage = self.store.lineages.mint()
                 ids.append(lineage)
                 parents.append(previous)
                 previous = lineage
-                position += 1
             renamed.append((node.id, Copy(tuple(ids), tuple(parents)), copy))
         for node_id, copy, old in renamed:
             if copy.ids != old.ids:
@@ -436,23 +443,64 @@ class TruthStorage:
             self._pages.setdefault(lineage, KvPage()).digest = digest
         return previous
 
-    def _not_proved(self, node: Any, page_hash: str, position: int, *, unknown: bool) -> None:
-        """The tree holds another page than the one that was read, or one that nobody has hashed yet: that
-        is done now, for the next request."""
-        path = self._path(node.id) if unknown else None
-        if path is not None:
-            self._submit_alone(node, Write(path, ()))
-        if not unknown:
-            # As long as the tree has this page, what storage has behind it is of no use.
-            self.refused.refuse_page(page_hash, seconds=OTHER_KV_SECONDS)
-            self._refused_for_the_tree.add(page_hash)
+    def _survivors_are_verified(
+        self, job: Fetch, path: Sequence[Any], copies: Sequence[Copy]
+    ) -> bool:
+        """Whether, on every rank, the pages of the tree are the ones that the record is true of.
+
+        Where one is of another computation, storage is not asked for what is behind it. Where nobody has
+        hashed it yet, that is done now, for the next request: by all ranks, or their backup threads would
+        not do as many operations.
+        """
+        pages = len(job.digests)
+        rows = [None] * (pages - len(job.rows)) + list(job.rows)
+        hashes = [*job.path_hashes, *job.hashes]
+        held = [
+            (row, lineage)
+            for node, copy in zip(path, copies, strict=True)
+            for row, lineage in zip(
+                host_pages(node.component_data[0].host_value), copy.ids, strict=True
+            )
+        ]
+        other, unhashed = pages, pages
+        for position, (row, lineage) in enumerate(held):
+            known = self._pages.get(lineage)
+            digest = None if known is None else known.digest
+            read_now = row == rows[position]
+            if not read_now and digest != job.digests[position]:
+                if digest is None:
+                    unhashed = position
+                else:
+                    other = position
+                    # As long as the tree has this page, what storage has behind it is of no use.
+                    self.refused.refuse_page(hashes[position], seconds=OTHER_KV_SECONDS)
+                    self._refused_for_the_tree.add(hashes[position])
+                break
+        other, unhashed = self.ranks.least([other, unhashed])
+        position = min(other, unhashed)
+        if position == pages:
+            return True
+        if position == unhashed:
+            node = self._node_of_page(path, position)
+            before = self._path(node.id)
+            if before is not None:
+                self._submit_alone(node, Write(before, ()))
         logger.info(
             "bit-exact HiCache: a record from storage is not used, page %d of its prefix (%s) in host "
             "memory is %s",
             position,
-            page_hash,
-            "not hashed yet" if unknown else "of another computation",
+            hashes[position],
+            "not hashed yet" if position == unhashed else "of another computation",
         )
+        return False
+
+    def _node_of_page(self, path: Sequence[Any], position: int) -> Any:
+        """The node of a path, root first, that has its page of this number."""
+        for node in path:
+            position -= self.cache.pages_of(node)
+            if position < 0:
+                return node
+        raise IndexError(position)
 
 
 _active: TruthStorage | None = None
@@ -464,25 +512,46 @@ def activate(storage: TruthStorage | None) -> None:
     _active = storage
 
 
-def after_create_backend(result: Any, *_args: Any, **_kwargs: Any) -> Any:
-    """AFTER StorageBackendFactory.create_backend: SGLang's backend, made strict.
+def around_create_backend(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND StorageBackendFactory.create_backend: SGLang's backend, made strict.
 
     Raises:
         ValueError: the directory of the file backend is none; SGLang would fail to write each page.
     """
+    try:
+        backend = original(*args, **kwargs)
+    except FileExistsError:
+        # Of data parallel ranks each makes the directory, and another one was first.
+        backend = original(*args, **kwargs)
     if _active is None:
-        return None
-    path = getattr(result, "file_path", None)
-    if path is not None and not os.path.isdir(path):
-        raise ValueError(
-            f"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR (or file_storage_path): {path} is no directory"
-        )
-    return _active.guard(result)
+        return backend
+    path = getattr(backend, "file_path", None)
+    if path is not None:
+        try:
+            # Of tensor parallel ranks the first one makes it, now or in a moment.
+            os.makedirs(path, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR (or file_storage_path): {path} is no "
+                f"directory ({error})"
+            ) from error
+    return _active.guard(backend)
 
 
 def after_storage_model_name(result: str | None, *_args: Any) -> str | None:
     """AFTER cache_controller.storage_model_name: KV of this identity has keys of its own."""
     return None if _active is None else _active.names.tagged(result)
+
+
+def after_generate_storage_config(result: Any, *_args: Any, **_kwargs: Any) -> Any:
+    """AFTER HiCacheController._generate_storage_config: where several ranks hold the same KV, each has
+    keys of its own and writes its own bytes.
+
+    SGLang lets the first one write for all, which is right only if their KV is equal to the last bit.
+    """
+    if _active is None or result.tp_size == 1:
+        return None
+    return dataclasses.replace(result, is_mla_model=False)
 
 
 def after_weights_changed(_result: None, *_args: Any, **_kwargs: Any) -> None:
@@ -513,7 +582,7 @@ def around_flush_cache(original: Any, scheduler: Any, *args: Any, **options: Any
     SGLang stops its storage threads for a flush, waits 10 s for them, and then raises, which ends the
     scheduler. A call that somebody gave up waiting for does not keep it from flushing.
     """
-    if _active is not None and not _active.calls.all_returned(HANGS_SECONDS):
+    if _active is not None and not _active.may_flush():
         logger.warning(
             "bit-exact HiCache: cache not flushed, a call of the storage backend has not returned "
             "for %g s",

@@ -56,11 +56,6 @@ class HostSpan:
         """Whether every page's digest is known."""
         return all(page.digest is not None for page in self.pages)
 
-    @property
-    def known(self) -> bool:
-        """Whether every page's digest is, or can be, known."""
-        return self.landed or self.hashed
-
 
 def read_digests(spans: Iterable[HostSpan], kv: HostKv) -> list[bytes]:
     """The digest of each page of the spans, computed where it is not known yet. IO threads.

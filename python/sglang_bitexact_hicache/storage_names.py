@@ -68,14 +68,15 @@ class StorageNames:
         return f"{model_name}-{tag}" if model_name else tag
 
 
-def name_excess(model_name: str | None) -> int:
+def name_excess(model_name: str | None, ranks: int = 1) -> int:
     """By how many bytes the names of stored objects would be too long for a file system (0 or less: they
-    fit). SGLang joins the page's hash, the pool's name and the model's name, and would fail to write each
-    page."""
+    fit). SGLang joins the page's hash, the pool's name, the model's name and, where several `ranks` hold
+    the same KV, the rank, and would fail to write each page."""
     short = 2 * SHORT_BYTES
     pool = max(len(f"{FORMAT}_{pool}_") for pool in POOLS) + short
     model = len((model_name or "").encode()) + len(f"-{FORMAT}-") + short
-    return HASH_DIGITS + pool + model + len("._.bin") - LONGEST_NAME
+    rank = len(f"_{ranks - 1}_{ranks}") if ranks > 1 else 0
+    return HASH_DIGITS + pool + model + rank + len("._.bin") - LONGEST_NAME
 
 
 def facts_of(server_args: Any, kvcache: Any, layout: RecordLayout, unit: int) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import l3_rank_scenarios
+import l3_scenarios
 import scenarios
 from scenarios import PAGE, counters, dirty_rings, leak_free, since
 from scheduler_harness import Harness, Steps
@@ -20,7 +22,8 @@ def on_each(h: Harness, name: str, per_rank: Sequence[Sequence[Any] | None]) -> 
     args = per_rank[h.rank]
     if args is None:
         return None
-    scenario = globals().get(name) or getattr(scenarios, name)
+    places = (globals(), *map(vars, (scenarios, l3_rank_scenarios, l3_scenarios)))
+    scenario = next(place[name] for place in places if name in place)
     return (yield from scenario(h, *args))
 
 

@@ -1,6 +1,6 @@
 """Data parallel attention: two ranks over one model, each with requests, rings, records and a tree of
 its own. They meet in every forward (one that has nothing to do runs an idle batch) and decide nothing
-together.
+together. They share a storage (L3) as servers of their own would.
 
 Asserted for each rank by itself, as with one rank: exact cached tokens, tier, restores verified on the
 device, ids and logprobs equal to a cold run.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 import dp_scenarios
+import l3_rank_scenarios as l3r
 import pytest
 from scenarios import PAGE, prompt
 
@@ -56,8 +57,7 @@ def assert_exact(answer, cached: int, tier: str, tokens: int = 2) -> None:
     """Of one rank (cold run, hit, counter gains)."""
     first, hit, gains = answer
     assert hit.error is None
-    assert hit.cached == cached
-    assert (hit.device, hit.host) == ((cached, 0) if tier == "device" else (0, cached))
+    assert hit.cached == getattr(hit, tier) == cached
     assert gains["checks_verified"] == gains["restored"] == (cached > 0)
     assert gains["checks_failed"] == gains["restore_impossible"] == 0
     assert hit.same_answer(first)
@@ -196,3 +196,60 @@ def test_no_truth_on_one_rank_is_the_business_of_that_rank(ranks):
     assert answers[0][0].error is None
     answers = on_each(ranks, "no_truth_at_admission", IDLE, (prompt(75, 300), (1,)))
     assert "no truth" in answers[1][0].error
+
+
+# ---- storage (L3)
+
+
+@pytest.fixture(scope="module")
+def with_storage(ranks, tmp_path_factory):
+    """The ranks, with one storage attached at run time, whose directory each of them would make."""
+    store = tmp_path_factory.mktemp("l3") / "store"
+    ranks.run(l3r.attach, str(store))
+    return ranks
+
+
+def test_what_one_rank_stored_the_other_reads(with_storage, forwards):
+    """One rank computes a prompt and is idle from then on; the other one's tree is empty."""
+    ids = prompt(100, 3 * PAGE + 129)
+    first, _ = on_each(with_storage, "populate", (ids, 3), IDLE)
+    _, (hit, gains, stored) = on_each(with_storage, "from_storage", IDLE, (ids, 3))
+    assert_exact((first, hit, gains), 3 * PAGE, "storage")
+    assert stored["records_loaded"] == stored["records_read"] == 1
+    assert stored["records_written"] == 0
+    assert forwards()[0]["IDLE"] > 1
+
+
+def test_both_ranks_read_at_once(with_storage):
+    """What one of them wrote and, of another prompt, what both of them wrote at the same time: the first
+    to write an object wins."""
+    shared, own = prompt(101, 2 * PAGE + 40), prompt(102, 3 * PAGE + 40)
+    on_each(with_storage, "populate", IDLE, (shared, 3))
+    colds = on_each(with_storage, "populate", (own, 3), (own, 3))
+    for ids, pages in ((shared, 2), (own, 3)):
+        told = on_each(with_storage, "from_storage", (ids, 3), (ids, 3))
+        for rank, (hit, gains, stored) in enumerate(told):
+            first = colds[rank] if ids is own else told[0][0]
+            assert_exact((first, hit, gains), pages * PAGE, "storage")
+            assert stored["records_loaded"] == 1
+
+
+def test_a_damaged_record_is_refused_by_each_rank_that_meets_it(with_storage):
+    ids = prompt(103, 3 * PAGE + 40)
+    flipped = (ids, 3, "a_bit_is_flipped", (1,))
+    _, (first, told) = on_each(with_storage, "harmed", IDLE, flipped)
+    for (hit, gains, stored), pages, refused in zip(told, (0, 2), (1, 0), strict=True):
+        assert_exact((first, hit, gains), pages * PAGE, "storage")
+        assert stored["refused_record"] == refused
+    # The other rank knows nothing of that.
+    (hit, gains, stored), _ = on_each(with_storage, "again", (ids, 3), IDLE)
+    assert_exact((first, hit, gains), 0, "storage")
+    assert stored["refused_record"] == 1
+
+
+def test_control_without_the_restore_on_one_rank_its_answer_differs(with_storage):
+    args = [(prompt(104 + rank, 700), 4, (1,)) for rank in range(RANKS)]
+    right, wrong = on_each(with_storage, "without_restore", *args)
+    assert right[1].cached == right[1].storage == wrong[1].storage == 2 * PAGE
+    assert right[1].same_answer(right[0])
+    assert wrong[1].logprobs != wrong[0].logprobs

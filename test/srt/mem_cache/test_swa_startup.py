@@ -339,7 +339,6 @@ CASES: dict[str, Case] = {
         *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
     ),
     "pp": _case("--pp-size", "2"),
-    "storage_ranks": _case("--hicache-storage-backend", "file", "--tp-size", "2"),
     "storage_backend": _case("--hicache-storage-backend", "mooncake"),
     "served_model_name": _case(
         "--served-model-name", "m" * 130, "--hicache-storage-backend", "file"
@@ -404,6 +403,7 @@ def test_all_that_is_wrong_is_said_at_once(model):
         ("--dp-size", "2"),
         ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
         ("--tp-size", "4", "--attn-dp-size", "2"),
+        ("--tp-size", "2", "--hicache-storage-backend", "file"),
     ],
 )
 def test_what_is_free_to_choose_is_not_refused(args, model):

@@ -4,12 +4,17 @@ Every test asserts, for each rank by itself, what the tests of one rank assert: 
 restores verified on the device, ids and logprobs equal to a cold run. And that both did the same: their
 counters agree, and SGLang's rank consensus checker, which is on, compares matches, captures and restores
 with their slots as they happen and ends the processes at the first difference.
+
+Through storage (L3) each rank writes, reads and proves its own bytes, and all of them take the same of
+it.
 """
 
 from __future__ import annotations
 
 import math
 
+import l3_rank_scenarios as l3r
+import l3_scenarios as l3
 import pytest
 import scenarios
 import torch
@@ -49,8 +54,7 @@ def assert_exact(answers, cached: int, tier: str) -> None:
     assert len(answers) == RANKS
     for first, hit, gains in answers:
         assert hit.error is None
-        assert hit.cached == cached
-        assert (hit.device, hit.host) == ((cached, 0) if tier == "device" else (0, cached))
+        assert hit.cached == getattr(hit, tier) == cached
         assert gains["checks_verified"] == gains["restored"] == (cached > 0)
         assert gains["checks_failed"] == gains["restore_impossible"] == 0
         assert hit.same_answer(first)
@@ -182,6 +186,128 @@ def test_a_prefix_without_truth_on_one_rank_is_aborted_on_all(ranks):
         assert "no truth" in result.error
         assert ("on another rank" in result.error) == (rank not in ONE_RANK)
         assert later.cached == PAGE
+
+
+# ---- storage (L3): what one rank finds out about it, and what all of them make of that
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return tmp_path_factory.mktemp("l3") / "store"
+
+
+@pytest.fixture(scope="module")
+def with_storage(ranks, store):
+    """The ranks, with storage attached at run time. Its directory is not there: the first rank makes it,
+    while the other comes."""
+    ranks.run(l3r.attach, str(store))
+    return ranks
+
+
+def assert_from_storage(first, told, cached: int) -> None:
+    """Of one rank: its cold run, and what `l3r.again` told."""
+    hit, gains, _ = told
+    assert hit.error is None
+    assert hit.cached == hit.storage == cached
+    assert gains["checks_verified"] == gains["restored"] == (cached > 0)
+    assert gains["checks_failed"] == gains["restore_impossible"] == 0
+    assert hit.same_answer(first)
+    assert len(set(hit.logprobs)) > 1, "flat logprobs prove nothing"
+
+
+def test_a_repeat_comes_from_storage_on_every_rank(with_storage, store):
+    ids = prompt(80, 3 * PAGE + 129)
+    colds = with_storage.run(l3.populate, ids, 3)
+    answers = with_storage.run(l3.from_storage, ids, 3)
+    for first, told in zip(colds, answers, strict=True):
+        assert_from_storage(first, told, 3 * PAGE)
+        assert told[2]["records_loaded"] == told[2]["records_read"] == 1
+    same_everywhere([gains for _, gains, _ in answers])
+    # Each rank has every object for itself.
+    names = {path.name for path in store.iterdir()}
+    own = [{n for n in names if n.endswith(f"_{rank}_{RANKS}.bin")} for rank in range(RANKS)]
+    assert len(own[0]) == len(own[1]) >= 3 * 7
+    assert names == own[0] | own[1]
+
+
+def test_a_fork_comes_from_storage_on_every_rank(with_storage):
+    stem, tail = prompt(81, 2 * PAGE), prompt(82, 400)
+    for first, *told in with_storage.run(l3.fork_from_storage, stem, tail, 4):
+        assert_from_storage(first, told, 2 * PAGE)
+
+
+@pytest.mark.parametrize("where", [(0,), (1,)], ids="rank {0[0]}".format)
+@pytest.mark.parametrize(
+    ("harm", "hits", "refused"),
+    [
+        # Read once, refused by the rank that has it, and thrown away by both; then not asked for again.
+        (l3r.a_bit_is_flipped, (0, 2 * PAGE), 1),
+        # Seen at the query. The rank that lacks it writes it again.
+        (l3r.a_record_is_gone, (2 * PAGE, 3 * PAGE), 0),
+        (l3r.a_page_is_gone, (0, 3 * PAGE), 0),
+    ],
+)
+def test_what_one_rank_lacks_no_rank_uses(with_storage, harm, hits, refused, where):
+    ids = prompt(83 + 2 * refused + hits[0] + where[0], 3 * PAGE + 30)
+    answers = with_storage.run(l3r.harmed, ids, 3, harm.__name__, where)
+    for rank, (first, twice) in enumerate(answers):
+        for told, cached in zip(twice, hits, strict=True):
+            assert_from_storage(first, told, cached)
+        assert twice[0][2]["refused_record"] == (refused if rank in where else 0)
+    for i in range(2):
+        same_everywhere([twice[i][1] for _, twice in answers])
+
+
+def test_a_rank_whose_storage_is_slow_changes_nothing(with_storage):
+    for first, told in with_storage.run(l3r.slow, prompt(90, 700), 3, ONE_RANK):
+        assert_from_storage(first, told, 2 * PAGE)
+
+
+@pytest.mark.parametrize(
+    ("digest", "pages"), [(bytes(16), 2), (None, 3)], ids=["other bytes", "not hashed"]
+)
+def test_a_page_that_one_rank_cannot_prove_is_used_by_none(with_storage, digest, pages):
+    """All pages are in the tree, their truth is in storage; of the last page one rank has other bytes
+    than storage, or does not know yet which."""
+    ids = prompt(91 + pages, 3 * PAGE + 30)
+    for first, (before, after) in with_storage.run(
+        l3r.survivor_differs, ids, 2, digest, 3, ONE_RANK
+    ):
+        result, gains, stored = before
+        assert result.cached == gains["restored"] == stored["records_loaded"] == 0
+        assert stored["unproved"] == 1
+        assert result.same_answer(first)
+        # Then a boundary before it is taken; or it, since all ranks have hashed it.
+        hit, gains, stored = after
+        assert hit.cached == hit.device == pages * PAGE
+        assert gains["checks_verified"] == gains["restored"] == stored["records_loaded"] == 1
+        assert hit.same_answer(first)
+
+
+@pytest.mark.parametrize(
+    ("where", "pages"), [((), 1), (ONE_RANK, 3)], ids=["all know", "one does not"]
+)
+def test_a_prefetch_begins_where_every_rank_can_begin(with_storage, where, pages):
+    ids = prompt(95 + pages, 3 * PAGE + 30)
+    for first, told, pages_read in with_storage.run(l3r.nothing_known_of_records, ids, 3, where):
+        hit, gains, stored = told
+        assert hit.cached == hit.device == 3 * PAGE
+        assert gains["checks_verified"] == gains["restored"] == stored["records_loaded"] == 1
+        assert hit.same_answer(first)
+        assert pages_read == pages
+
+
+@pytest.mark.parametrize("where", [(0,), (1,)], ids="rank {0[0]}".format)
+def test_no_rank_is_flushed_while_a_call_hangs_on_one(with_storage, where):
+    ids = prompt(99 + where[0], 300)
+    assert with_storage.run(l3r.flush_while_one_hangs, ids, where) == [(False, True)] * RANKS
+
+
+def test_control_without_the_restore_on_one_rank_the_answer_differs(with_storage):
+    for first, hit in with_storage.run(l3r.without_restore, prompt(101, 700), 4, ONE_RANK):
+        assert hit.cached == hit.storage == 2 * PAGE
+        assert all(math.isfinite(x) for x in hit.logprobs)
+        assert hit.logprobs != first.logprobs
 
 
 def test_control_a_slot_taken_on_one_rank_only_ends_the_ranks(ranks):

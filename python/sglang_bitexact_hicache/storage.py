@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,9 @@ KNOWN_PAGES = 1 << 18
 
 HANGS_SECONDS = 5.0
 """A call of a storage backend that has not returned for so long may not return at all."""
+
+STEP_SECONDS = 0.01
+"""Between two looks at what the threads have done, while a flush waits for them."""
 
 SPARE_SPANS = 64
 """Spans of nodes that are gone, beyond as many as there are nodes, before they are swept out."""
@@ -318,9 +322,20 @@ class TruthStorage:
             self.counters.add(records_loaded=1, bytes_used=used)
 
     def may_flush(self) -> bool:
-        """Whether no call of the backend hangs on any rank; waits for those that are under way."""
+        """Whether SGLang's threads can be stopped on every rank; waits for what is under way.
+
+        No call of the backend hangs, and no thread has something to reduce over the ranks: a prefetch
+        that was given up is read to its end, and a thread that is stopped before that leaves those of the
+        other ranks waiting for it.
+        """
         (returned,) = self.ranks.all_of([self.calls.all_returned(HANGS_SECONDS)])
-        return returned
+        # A prefetch has its slot until then, on all ranks alike. So many steps, whatever the clocks say.
+        for _ in range(round(HANGS_SECONDS / STEP_SECONDS) if returned else 0):
+            if not self._slots.lent:
+                break
+            time.sleep(STEP_SECONDS)
+            self.cache.check_hicache_events()
+        return returned and not self._slots.lent
 
     def flush(self) -> None:
         """The tree was reset and SGLang's threads have stopped: nothing is in flight any more."""
@@ -585,7 +600,7 @@ def around_flush_cache(original: Any, scheduler: Any, *args: Any, **options: Any
     if _active is not None and not _active.may_flush():
         logger.warning(
             "bit-exact HiCache: cache not flushed, a call of the storage backend has not returned "
-            "for %g s",
+            "for %g s (on this rank or another)",
             HANGS_SECONDS,
         )
         return False

@@ -81,6 +81,11 @@ class TruthPagePool(LogicalHostPool):
         self._lent.add(slot)
         return torch.tensor([slot], dtype=torch.int64)
 
+    @property
+    def lent(self) -> int:
+        """Slots that were given and not come back yet."""
+        return len(self._lent)
+
     def landed(self, slot: int) -> None:
         """The slot is the caller's from now on, to publish or to discard."""
         self._lent.remove(slot)

@@ -29,14 +29,39 @@ def install(rebind: Callable[[str, Callable[..., Any]], None]) -> None:
     backend.DeepseekV4HipRadixBackend.get_cpu_graph_seq_len_fill_value = _least_length
     # SGLang registers its collectives with torch for the accelerator's backend only.
     parallel = "sglang.srt.distributed.parallel_state"
+    rebind(f"{parallel}.GroupCoordinator.all_reduce", _coordinated_all_reduce)
     rebind(f"{parallel}.inplace_all_reduce", _all_reduce)
     rebind(f"{parallel}.reg_all_gather_into_tensor", _all_gather_into_tensor)
     rebind(f"{parallel}.reg_reduce_scatter_tensor", _reduce_scatter_tensor)
 
 
+def _sum(tensor: torch.Tensor, group: torch.distributed.ProcessGroup) -> None:
+    """The sum over the ranks, in place, added in the order of the ranks.
+
+    gloo's own adds in an order that depends on where an element lies in the tensor, so that a token's
+    bits would depend on who shares the batch. (Of two ranks there is one order.)
+    """
+    ranks = torch.distributed.get_world_size(group)
+    if ranks <= 2:
+        torch.distributed.all_reduce(tensor, group=group)
+        return
+    parts = [torch.empty_like(tensor) for _ in range(ranks)]
+    torch.distributed.all_gather(parts, tensor, group=group)
+    tensor.copy_(parts[0])
+    for part in parts[1:]:
+        tensor += part
+
+
+def _coordinated_all_reduce(group: Any, input_: torch.Tensor) -> torch.Tensor:
+    """Stands for ``GroupCoordinator.all_reduce``."""
+    if group.world_size > 1:
+        _sum(input_, group.device_group)
+    return input_
+
+
 def _all_reduce(tensor: torch.Tensor, group_name: str) -> None:
     """Stands for ``inplace_all_reduce``: the sum over a group's ranks, in place."""
-    torch.distributed.all_reduce(tensor, group=_group(group_name))
+    _sum(tensor, _group(group_name))
 
 
 def _all_gather_into_tensor(output: torch.Tensor, input: torch.Tensor, group_name: str) -> None:

@@ -317,6 +317,7 @@ class TruthStorage:
             return
         self.cache.truth_runtime.slot_landed(slot)
         pages = len(job.hashes)
+        self.ranks.note("from storage P=%d slot=%d", len(job.digests) * PAGE_SIZE, slot)
         if self.store.publish(lineage, slot, Keep.POINT, pages):
             used = pages * self.kv.nbytes() + self.layout.slot_bytes
             self.counters.add(records_loaded=1, bytes_used=used)

@@ -37,7 +37,7 @@ def prompt(seed: int, length: int) -> list[int]:
 def dirty_rings(h: Harness) -> None:
     """Scribble every ring row and state row of every free request slot, as other requests would."""
     # A view of its own, so that it works in a server without the feature as well.
-    view = DeviceView(h.pool)
+    view = DeviceView(h.pool, h.draft_pools)
     generator = torch.Generator().manual_seed(h.state.setdefault("dirt", 1))
     h.state["dirt"] += 1
     free = sorted(h.scheduler.req_to_token_pool.free_slots)
@@ -108,6 +108,7 @@ def leak_free(h: Harness) -> Steps:
     cache.sanity_check()
     store = cache.store
     assert not runtime._pending, "a pending restore was left"
+    assert not runtime._rounds, "a round was left in flight"
     assert len(cache.rows) == 0, "a row outlived its request"
     assert not any(store.slots.is_locked(s) for s in range(store.capacity)), "a slot is locked"
     assert store.in_use() == len(store), "a slot is reserved"
@@ -419,7 +420,7 @@ def chat(h: Harness, ids: Sequence[int], answer: int, more: int, new: int, tier:
     first turn, of the restored one).
     """
     yield from h.flush()
-    runtime, view = h.runtime, DeviceView(h.pool)
+    runtime, view = h.runtime, DeviceView(h.pool, h.draft_pools)
     copies: dict[int, Any] = {}
 
     def seen(batch: Any) -> None:
@@ -652,7 +653,7 @@ def retracted(h: Harness, ids: Sequence[int], other: Sequence[int], new: int) ->
         yield
     before = counters(h)
     batch_class = type(h.scheduler.running_batch)
-    with patched(batch_class, "check_decode_mem", _fails_once(batch_class.check_decode_mem)):
+    with patched(batch_class, "check_decode_mem", fails_once(batch_class.check_decode_mem)):
         while not any(req.retraction_count for req in reqs):
             yield
     retracted_at = [(req.retraction_count, len(req.output_ids)) for req in reqs]
@@ -663,7 +664,7 @@ def retracted(h: Harness, ids: Sequence[int], other: Sequence[int], new: int) ->
     return colds, results, retracted_at, gains
 
 
-def _fails_once(stock: Any) -> Any:
+def fails_once(stock: Any) -> Any:
     """SGLang's check for room to decode, failing the first time."""
     failures = iter([True])
     return lambda *args, **kwargs: not next(failures, False) and stock(*args, **kwargs)

@@ -33,9 +33,6 @@ from sglang_bitexact_hicache.sizing import LEAST_ROW_LIMIT
 STORAGE_BACKENDS = ("file", "nixl")
 """SGLang's storage backends that this project was tested with."""
 
-SPECULATIVE_ALGORITHMS = ("EAGLE", "NEXTN")
-"""The second is another name of the first, until SGLang resolves it."""
-
 RATIOS = frozenset({0, C4_RATIO, C128_RATIO})
 
 
@@ -423,8 +420,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "speculation",
         "--speculative-algorithm",
-        "must be EAGLE or NEXTN, or unset: what another draft keeps of a prefix is not restored",
-        _field("speculative_algorithm", None, *SPECULATIVE_ALGORITHMS),
+        "must be EAGLE, or unset: what another draft keeps of a prefix is not restored",
+        _field("speculative_algorithm", None, "EAGLE"),
         got=lambda s: s.cfg.speculative_algorithm,
     ),
     Rule(
@@ -433,7 +430,6 @@ RULES: tuple[Rule, ...] = (
         "must be 1: the branches of a tree would share the rows that a window is captured from",
         # Not resolved yet where it was not given: the scheduler asks again.
         _speculating(lambda s: s.cfg.speculative_eagle_topk not in (None, 1)),
-        got=lambda s: s.cfg.speculative_eagle_topk,
     ),
     Rule(
         "speculation_layers",

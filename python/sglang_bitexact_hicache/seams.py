@@ -229,7 +229,7 @@ SEAMS: tuple[Seam, ...] = (
         "the same scope over both models: what a round or a prefill leaves in the draft's ring too",
         ("self", "batch", "on_publish", "grammar_barrier", "pp_proxy_tensors"),
         When.SPECULATING,
-        "managers/scheduler.py:4704 (overlap), 4838 run_batch",
+        "managers/scheduler.py:4704 (overlap), 4829 run_batch",
     ),
     Seam(
         "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"

@@ -52,8 +52,10 @@ DECODED = [Source(row, end, 0, end) for row, end in ((3, 512), (1, 256), (5, 102
 
 
 class World:
-    """Random rings and chunks, and both movers over the same staging. `draft`: one layer more, in a pool of
-    its own."""
+    """Random rings and chunks, and both movers over the same staging.
+
+    `draft`: one layer more, in a pool of its own.
+    """
 
     def __init__(
         self,

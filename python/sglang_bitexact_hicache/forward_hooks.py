@@ -1,10 +1,10 @@
 """Seam handlers around and inside a forward (see seams.py for their targets).
 
 The running forward is a module-level value that exists only inside the AROUND of
-`forward_batch_generation`: warm-up and graph capture run outside it and are ignored. With EAGLE the scope is
-that of the worker of both models, so that a prefill's capture ends after the draft's forward over the same
-positions, and a round's begins after its draft extend; the target's forward inside it opens none of its own.
-All hooks of a forward run on the scheduler thread, inside that scope.
+`forward_batch_generation`: warm-up and graph capture run outside it and are ignored. With EAGLE the
+scope is that of the worker of both models: a prefill's capture ends after the draft's forward over the
+same positions, and a round's begins after its draft extend. The target's forward inside it opens none of
+its own. All hooks of a forward run on the scheduler thread, inside that scope.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _inside = False
 def around_forward_batch_generation(
     original: Callable[..., Any], worker: Any, batch: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """AROUND TpModelWorker.forward_batch_generation, and EAGLEWorkerV2's: the scope of one forward, on its
-    stream."""
+    """AROUND TpModelWorker.forward_batch_generation, and EAGLEWorkerV2's: the scope of one forward, on
+    its stream."""
     global _running, _inside
     runtime = None if batch is None or _inside else runtime_of(batch)
     if runtime is None:
@@ -64,7 +64,8 @@ def before_compress(backend: Any, **kwargs: Any) -> None:
 def around_resolve_spec_tokens(
     original: Callable[..., Any], processor: Any, result: Any, batch: Any
 ) -> Any:
-    """AROUND SchedulerBatchResultProcessor._resolve_spec_v2_tokens: the host learns what a round accepted.
+    """AROUND SchedulerBatchResultProcessor._resolve_spec_v2_tokens: the host learns what a round
+    accepted.
 
     Requests that are finished or retracted by now do not move, and have nothing in flight any more.
     """

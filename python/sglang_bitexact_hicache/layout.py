@@ -94,8 +94,8 @@ class RecordLayout:
         c4_row_bytes, indexer_row_bytes: bytes of one state row (both kv and score halves).
         window_dtype, state_dtype: names of the dtypes, part of the identity.
         rope_row_bytes: bytes of one row of the window's rope plane; 0 where a window has one plane.
-        draft_layers: how many of the layers, the last ones, are a draft's (of ratio 0, numbered behind the
-            target's), which keeps a ring of its own for the same rows.
+        draft_layers: how many of the layers, the last ones, are a draft's (of ratio 0, numbered behind
+            the target's), which keeps a ring of its own for the same rows.
 
     The ring size is NOT part of it: host bytes are in position order, so servers with different
     rings share records.
@@ -117,7 +117,9 @@ class RecordLayout:
         if any(b <= a for a, b in zip(self.layers, self.layers[1:], strict=False)):
             raise ValueError(f"layers must be ascending: {self.layers}")
         if not 0 <= self.draft_layers < len(self.layers):
-            raise ValueError(f"{self.draft_layers} of {len(self.layers)} layers cannot be a draft's")
+            raise ValueError(
+                f"{self.draft_layers} of {len(self.layers)} layers cannot be a draft's"
+            )
         if any(self.ratios[len(self.ratios) - self.draft_layers :]):
             raise ValueError(f"a draft's layers keep a window only, got ratios {self.ratios}")
         for name in ("window_row_bytes", "c4_row_bytes", "indexer_row_bytes"):

@@ -152,8 +152,9 @@ class CapturePlanner:
         return wanted
 
     def candidate(self, req: Any, boundary: int, room: int | None = None) -> Wanted | None:
-        """As `decode`, for a round of speculative decoding, of which nobody knows yet whether it completes
-        the page: nothing of the request changes. The caller must `commit` or `discard` the result.
+        """As `decode`, for a round of speculative decoding, of which nobody knows yet whether it
+        completes the page: nothing of the request changes. The caller must `commit` or `discard` the
+        result.
 
         The page's identity may be minted before the round that completes it. Nobody sees it before then,
         and the pages that the row reads now are those it reads then, or the identity dies (Row.rebase).

@@ -82,9 +82,7 @@ class ReusePoint(NamedTuple):
     keep: Keep
 
 
-def prompt_points(
-    prompt_len: int, unit: int = PAGE_SIZE, *, key_tokens: int = 1
-) -> frozenset[int]:
+def prompt_points(prompt_len: int, unit: int = PAGE_SIZE, *, key_tokens: int = 1) -> frozenset[int]:
     """The boundaries (tokens) at which the same prompt, or one that extends it, would resume, where
     every multiple of `unit` is one.
 

@@ -1,17 +1,17 @@
 """Which page boundary a round of speculative decoding may complete, and whether it did.
 
-A round that starts at the committed length s verifies the tokens at s to s + tokens - 1 and commits 1 to
-`tokens` of them. After it, and only until the next one, a request's rings hold all that a boundary P with
-s < P <= s + tokens needs; P is committed if P <= s + the accepted length. Neither s nor the accepted length
-is known to the host when the round is launched: under the overlap schedule the round before is still in
-flight. So whatever the round *may* complete is captured behind it as a candidate, and what becomes of the
-candidate is decided when the round's result has come:
+A round that starts at the committed length s verifies the tokens at s to s + tokens - 1 and commits 1
+to `tokens` of them. After it, and only until the next one, a request's rings hold all that a boundary P
+with s < P <= s + tokens needs; P is committed if P <= s + the accepted length. Neither s nor the accepted
+length is known to the host when the round is launched: under the overlap schedule the round before is
+still in flight. So whatever the round *may* complete is captured behind it as a candidate, and what
+becomes of the candidate is decided when the round's result has come:
 
 * committed, if the round started below P and reached it;
 * discarded, if it started at P or beyond (an earlier round had completed P), or did not reach P (a later
   one that covers P writes those rows again and brings its own candidate).
 
-Exactly one round completes P, since lengths only grow, so of a boundary one candidate at most is committed.
+Exactly one round completes P, since lengths only grow: of a boundary one candidate at most is committed.
 
 Pure Python: host integers only. Scheduler thread.
 """

@@ -239,8 +239,8 @@ class TruthRuntime:
         return lineage
 
     def forget(self, req: Any) -> None:
-        """The request gave its row back (finish, abort, retract): drop a restore not yet consumed, and what
-        its rounds in flight may have completed.
+        """The request gave its row back (finish, abort, retract): drop a restore not yet consumed, and
+        what its rounds in flight may have completed.
 
         A step that captures its rings may still be queued on the forward stream, and the row's next
         owner clears its state rows on the schedule stream, which is the current one here: it waits.
@@ -527,8 +527,8 @@ def check_rings(view: DeviceView, round_tokens: int) -> None:
     for size, rows in ((view.ring_size, WINDOW), (view.state_ring_size, STATE_ROWS)):
         if size < rows + beyond:
             raise ValueError(
-                f"--speculative-num-draft-tokens: a ring of {size} rows does not hold the {rows} before a "
-                f"page's end and the {beyond} that a round of {round_tokens} tokens may write behind it"
+                f"--speculative-num-draft-tokens: a ring of {size} rows does not hold the {rows} before "
+                f"a page's end and the {beyond} that a round of {round_tokens} may write behind it"
             )
 
 

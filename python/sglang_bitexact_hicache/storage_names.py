@@ -3,8 +3,9 @@
 A server's *identity* is a digest of everything that makes its bytes interchangeable with another
 server's: the layout of the whole model's records (RecordLayout over the layers of all stages), the
 model's configuration, name, revision and weight version, the dtypes, the SGLang version, the kind of
-device, the size of the tensor-parallel group (sums are split by it), with aligned prefill the chunk size
-and with EAGLE the draft, whose windows are in the records. Not the ring size, the number of slots, the stride or the host layout: those differ freely.
+device, the size of the tensor-parallel group (sums are split by it), with aligned prefill the chunk size,
+and with EAGLE the draft, whose windows are in the records. Not the ring size, the number of slots, the
+stride or the host layout: those differ freely.
 
 The identity is part of
 

@@ -248,15 +248,16 @@ class BxCache(UnifiedRadixCache):
 
         With bigram keys stock leaves out the last page of a chunk that ends where a page does, whose last
         bigram needs the token behind it. A chunk with others to come knows that token: it is counted, so
-        that the request joins the tree exactly where its chunk ends, as it does without EAGLE. No KV of that
-        token is looked at, because a key of whole pages has a value for each bigram and no more. A request
-        that goes away after such a checkpoint must not step back behind it.
+        that the request joins the tree exactly where its chunk ends, as it does without EAGLE. No KV of
+        that token is looked at, because a key of whole pages has a value for each bigram and no more. A
+        request that goes away after such a checkpoint must not step back behind it.
         """
         path = self._junctions.get(req)
         chunks_to_come = up_to < len(req.full_untruncated_fill_ids)
-        if path is not None and path.tokens > self._reached(req) and not req.finished():
-            if up_to <= path.tokens or (self.aligned is not None and chunks_to_come):
-                self._load_path_back(path, up_to)
+        follows = path is not None and path.tokens > self._reached(req) and not req.finished()
+        beyond = self.aligned is not None and chunks_to_come
+        if follows and (up_to <= path.tokens or beyond):
+            self._load_path_back(path, up_to)
         joined_here = up_to == req.kv.cache_protected_len
         if chunks_to_come and (joined_here or not req.finished()):
             up_to += self.key_tokens - 1
@@ -580,7 +581,7 @@ class BxCache(UnifiedRadixCache):
 
 
 def runtime_of(owner: ScheduleBatch | SchedulerBatchResultProcessor) -> TruthRuntime | None:
-    """The byte side of the cache that a batch, or a processor of results, belongs to; None where it is not
-    ours."""
+    """The byte side of the cache that a batch, or a processor of results, belongs to; None where it is
+    not ours."""
     cache = owner.tree_cache
     return cache.truth_runtime if isinstance(cache, BxCache) else None

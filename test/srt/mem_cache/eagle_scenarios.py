@@ -141,10 +141,14 @@ def hits(
     new: int,
     tiers: Sequence[str],
 ) -> Steps:
-    """Prompts after donors have filled the cache, over dirty rings, once from each tier: (their cold runs,
-    and for each tier their results and the counter gains)."""
-    yield from h.flush()
-    colds = yield from at_once(h, prompts, new)
+    """Prompts after donors have filled the cache, over dirty rings, once from each tier: (their cold
+    runs, and for each tier their results and the counter gains)."""
+    colds = []
+    # Those that begin alike would find each other's pages.
+    alike = len({tuple(ids[:PAGE]) for ids in prompts}) < len(prompts)
+    for batch in [[ids] for ids in prompts] if alike else [prompts]:
+        yield from h.flush()
+        colds += yield from at_once(h, batch, new)
     yield from h.flush()
     yield from at_once(h, donors, 2)
     found = []
@@ -192,9 +196,7 @@ def decoded_pages(
     free = yield from h.finish(*[h.submit(ids, answer + TOKENS - len(ids)) for ids in prompts])
     yield from h.flush()
     rids = [f"writer{i}" for i in range(len(prompts))]
-    known = {
-        rid: [*ids, *r.ids] for rid, ids, r in zip(rids, prompts, free, strict=True)
-    }
+    known = {rid: [*ids, *r.ids] for rid, ids, r in zip(rids, prompts, free, strict=True)}
     first = Drafting(h, known, dict(zip(rids, plans, strict=True)))
     before = counters(h)
     settle = first_candidate_wins if commit == "first" else Rounds.settle

@@ -13,9 +13,8 @@ import pytest
 from bitexact_fixtures import PAGE, cpu_hicache, make_cache, make_server_args
 from hypothesis import given
 from hypothesis import strategies as st
-from tree_driver import TreeDriver, Violation, checked, tokens
-
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from tree_driver import TreeDriver, Violation, checked, tokens
 
 from sglang_bitexact_hicache.healing import rehang
 from sglang_bitexact_hicache.lineage import ROOT, UNKNOWN, Copy, NodeCopies
@@ -91,13 +90,13 @@ def test_a_junction_gets_truth_with_pairs_of_tokens_for_keys(drive):
     assert driver.hit(tokens(6, 2, branch_at=3, branch=3)) == 2
     assert driver.hit(tokens(6, 2, branch_at=4, branch=1)) == 6
     assert driver.hit(tokens(6, 2)) == 6
-    assert driver.hit(tokens(6, 1)) == 3, "A's sixth page needs one token more than a repeat may use"
+    assert driver.hit(tokens(6, 1)) == 3, (
+        "A's sixth page needs one token more than a repeat may use"
+    )
 
 
 def test_control_with_pairs_the_stock_checkpoint_joins_a_page_too_early(drive, monkeypatch):
-    monkeypatch.setattr(
-        BxCache, "checkpoint_into_tree", UnifiedRadixCache.checkpoint_into_tree
-    )
+    monkeypatch.setattr(BxCache, "checkpoint_into_tree", UnifiedRadixCache.checkpoint_into_tree)
     driver = drive(is_eagle=True)
     driver.keep = lambda pages: pages in (2, 6)
     driver.run(tokens(6, 2))

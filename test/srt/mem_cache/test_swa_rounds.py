@@ -122,7 +122,7 @@ def test_every_page_is_published_once_and_what_was_captured_is_true(prompt, toke
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_every_way_in_which_three_rounds_can_meet_a_page(overlap):
-    """Enumerated: from each length near a page's end, all lengths that three rounds of four can commit."""
+    """Enumerated: from each length near a page's end, all that three rounds of four can commit."""
     for prompt in range(PAGE_SIZE - 13, PAGE_SIZE + 1):
         for code in range(4**3):
             lengths = [1 + code // 4**i % 4 for i in range(3)]
@@ -162,9 +162,7 @@ def test_what_a_round_may_complete_is_what_some_accepted_lengths_reach(
     committed, in_flight, tokens
 ):
     starts = range(committed + in_flight, committed + in_flight * tokens + 1)
-    reachable = {
-        p for s in starts for p in range(s + 1, s + tokens + 1) if p % PAGE_SIZE == 0
-    }
+    reachable = {p for s in starts for p in range(s + 1, s + tokens + 1) if p % PAGE_SIZE == 0}
     assert len(reachable) <= 1
     assert covered(committed, in_flight, tokens) == (reachable.pop() if reachable else None)
 

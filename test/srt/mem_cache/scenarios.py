@@ -401,6 +401,39 @@ def watching_decodes(h: Harness, seen: Any) -> Any:
     return patched(runtime, "forward", watched)
 
 
+@contextmanager
+def copying_decoded_pages(h: Harness, copies: dict[int, Any]) -> Iterator[list[Any]]:
+    """Context: of the requests that are put into the list that it gives, `copies` gets every ring row,
+    whole, after the step, or with EAGLE the round, that completed a page, by the page's boundary."""
+    runtime, reqs, rounds = h.runtime, [], {}
+
+    def stepped(batch: Any) -> None:
+        for req in reqs:
+            if req in batch.reqs and not batch.forward_mode.is_prefill():
+                end = int(batch.seq_lens_cpu[batch.reqs.index(req)])
+                if end % PAGE == 0:
+                    copies[end] = slot_rows(runtime.view, req.kv.req_pool_idx)
+
+    def round_over(batch: Any) -> None:
+        for req in reqs:
+            if req in batch.reqs:
+                rounds[batch.forward_iter] = slot_rows(runtime.view, req.kv.req_pool_idx)
+
+    settle = runtime.settle
+
+    def settled(req: Any, number: int, before: int, after: int) -> None:
+        settle(req, number, before, after)
+        if req in reqs and before // PAGE < after // PAGE:
+            copies[after // PAGE * PAGE] = rounds[number]
+
+    if h.draft_pools:
+        with watching_decodes(h, round_over), patched(runtime, "settle", settled):
+            yield reqs
+    else:
+        with watching_decodes(h, stepped):
+            yield reqs
+
+
 def slot_rows(view: DeviceView, row: int) -> dict[tuple[str, int], torch.Tensor]:
     """Every ring row and state row of one request row, whole, as they are now."""
     return {
@@ -422,19 +455,13 @@ def chat(h: Harness, ids: Sequence[int], answer: int, more: int, new: int, tier:
     yield from h.flush()
     runtime, view = h.runtime, DeviceView(h.pool, h.draft_pools)
     copies: dict[int, Any] = {}
-
-    def seen(batch: Any) -> None:
-        if req in batch.reqs and not batch.forward_mode.is_prefill():
-            end = int(batch.seq_lens_cpu[batch.reqs.index(req)])
-            if end % PAGE == 0:
-                copies[end] = slot_rows(view, req.kv.req_pool_idx)
-
     before = counters(h)
     req = h.submit(ids, answer)
-    with watching_decodes(h, seen):
+    with copying_decoded_pages(h, copies) as reqs:
+        reqs.append(req)
         yield from h.finish(req)
     first_turn = since(h, before)
-    turn = [*ids, *req.output_ids, *prompt(len(ids), more)]
+    turn = [*ids, *req.output_ids_through_stop, *prompt(len(ids), more)]
 
     def placed(restores: Sequence[Any]) -> None:
         for restore in restores:

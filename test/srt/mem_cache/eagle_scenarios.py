@@ -30,6 +30,7 @@ from scenarios import (
     slot_rows,
 )
 from scheduler_harness import Harness, Result, Steps
+from sync_watch import SyncWatch
 
 from sglang_bitexact_hicache.layout import WINDOW_POOL
 from sglang_bitexact_hicache.rounds import Rounds
@@ -349,6 +350,24 @@ def leaves_with_a_candidate(h: Harness, ids: Sequence[int], how: str) -> Steps:
     gains = since(h, before)
     yield from leak_free(h)
     return results, gone, gains
+
+
+def watched(h: Harness) -> Steps:
+    """A prompt, its hit, and a page completed by a round, under the watch of sync_watch.py: (calls noted,
+    how often each part ran, counter gains)."""
+    yield from h.flush()
+    runtime = h.runtime
+    before, watch = counters(h), SyncWatch(runtime)
+    ids = prompt(90, PAGE + 5)
+    # The checks read the device: they are for tests.
+    with patched(runtime, "_checks", None), watch.on():
+        yield from h.generate(ids, 2)
+        yield from h.generate(ids, 2)
+        yield from h.generate(prompt(91, PAGE - 3), 8)
+        yield from h.settle()
+    gains = since(h, before)
+    yield from leak_free(h)
+    return watch.noted, dict(watch.watched), gains
 
 
 # ---- controls

@@ -242,6 +242,14 @@ def test_a_request_that_goes_away_during_a_round_leaves_nothing(overlap, how):
         assert back == gains["captured"] == 0
 
 
+@both
+def test_nothing_waits_for_the_device(process):
+    noted, ran, gains = process.run(eagle.watched)
+    assert noted == []
+    assert gains["restored"] == gains["decode_captured"] == 1
+    assert min(ran["settle"], ran["after a forward"]) >= 3
+
+
 # ---- storage
 
 

@@ -316,6 +316,7 @@ class RowCache:
     """What TruthRuntime asks of its tree about requests that only decode: their pages and truth."""
 
     aligned = None
+    key_tokens = 1
     track_junctions = False
 
     def __init__(self, slots: int) -> None:

@@ -101,6 +101,7 @@ class Tree:
 
     store: TruthStore
     aligned: None = None
+    key_tokens: int = 1
     track_junctions: bool = False
     rows: RowTable = field(init=False)
     paths: dict[str, list[int]] = field(default_factory=dict)

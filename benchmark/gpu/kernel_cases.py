@@ -52,7 +52,10 @@ DECODED = [Source(row, end, 0, end) for row, end in ((3, 512), (1, 256), (5, 102
 
 
 class World:
-    """Random rings and chunks, and both movers over the same staging."""
+    """Random rings and chunks, and both movers over the same staging.
+
+    `draft`: one layer more, in a pool of its own.
+    """
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class World:
         head: int = 64,
         gap: int = 0,
         fp8: bool = False,
+        draft: bool = False,
     ) -> None:
         self._random = torch.Generator(device).manual_seed(5)
         self.device = device
@@ -85,6 +89,14 @@ class World:
                 for ratio in RATIOS
             ]
 
+        drafted = SimpleNamespace(
+            unified_kv_pool=SimpleNamespace(
+                get_unified_kv=[self._noise(rows, head, dtype)].__getitem__
+            ),
+            _unified_kv_fp8=False,
+            compression_ratios=[0],
+            unified_swa_ring_size=ring,
+        )
         self.view = DeviceView(
             SimpleNamespace(
                 unified_kv_pool=SimpleNamespace(
@@ -97,7 +109,8 @@ class World:
                 compress_state_pools=states(4 * head),
                 indexer_compress_state_pools=states(head),
                 unified_swa_ring_size=ring,
-            )
+            ),
+            [drafted] if draft else [],
         )
         self.staging = DeviceStaging(self.view.layout, SLOTS, device)
         self.movers = [
@@ -170,7 +183,7 @@ def cases(device: torch.device) -> dict[str, int]:
     """Bytes that differ, by case."""
     worlds = {
         "as the model": World(device, head=512),
-        "long rings": World(device, ring=131, state_ring=16),
+        "rings of a draft": World(device, ring=131, state_ring=16, draft=True),
         "bf16 states": World(device, state_dtype=torch.bfloat16),
         "fp8 rows": World(device, head=512, fp8=True),
         "narrow rows": World(device, head=20),

@@ -2,12 +2,15 @@
 
 Answers to `DeepSeekV4TokenToKVPool` (mem_cache/deepseek_v4_memory_pool.py): `unified_kv_pool` holds
 one buffer a layer (with fp8 rows two, nope and rope) whose first `num_req_slots * ring` rows are the
-sliding-window rings, and the C4 state pools hold one ring a slot. Built once, after the pools exist; it
-keeps references to their tensors and reads no device memory.
+sliding-window rings, and the C4 state pools hold one ring a slot. A draft (EAGLE) has pools of the same
+class, whose layers keep windows only, in rings of the same size by the same rows; here they are layers
+behind the target's. Built once, after the pools exist; it keeps references to their tensors and reads no
+device memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +39,20 @@ class Ring:
 class DeviceView:
     """The rings of one pipeline stage, by section.
 
+    Args:
+        pool: the target's `DeepSeekV4TokenToKVPool`.
+        drafts: those of the draft's layers (`CacheInitParams.mtp_draft_device_pools`), if there are any.
+
     Attributes:
         layout: the record geometry that these buffers imply.
         rings: pool name -> rings in section order.
+        draft_base: id of the draft's first layer here.
+
+    Raises:
+        ValueError: the stage has no ratio-4 layer, or a draft keeps more than windows, or in other rings.
     """
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Any, drafts: Sequence[Any] = ()) -> None:
         unified = pool.unified_kv_pool
         first, last = pool._stage_start, pool._stage_end
         layers = tuple(range(first, last))
@@ -62,6 +73,9 @@ class DeviceView:
             }
             for pools in (pool.compress_state_pools, pool.indexer_compress_state_pools)
         )
+        self.draft_base = len(pool.compression_ratios)
+        draft_windows = [rows for draft in drafts for rows in _draft_windows(pool, draft)]
+        windows.update(enumerate(draft_windows, self.draft_base))
         if not c4:
             raise ValueError(
                 "this pipeline stage has no ratio-4 layer: its C4 state cannot be captured"
@@ -76,14 +90,15 @@ class DeviceView:
         (c4_rows,), (indexer_rows,) = (next(iter(states.values())) for states in (c4, indexer))
         self.device: torch.device = window.device
         self.layout = RecordLayout(
-            layers=layers,
-            ratios=ratios,
+            layers=(*layers, *range(self.draft_base, self.draft_base + len(draft_windows))),
+            ratios=ratios + (0,) * len(draft_windows),
             window_row_bytes=_row_bytes(window),
             c4_row_bytes=_row_bytes(c4_rows),
             indexer_row_bytes=_row_bytes(indexer_rows),
             window_dtype=str(unified.get_unified_kv(0).dtype).removeprefix("torch."),
             state_dtype=str(c4_rows.dtype).removeprefix("torch."),
             rope_row_bytes=sum(map(_row_bytes, rope)),
+            draft_layers=len(draft_windows),
         )
         self.rings: dict[str, tuple[Ring, ...]] = {
             name: tuple(
@@ -121,6 +136,23 @@ class DeviceView:
         """Stock's own address of state rows (CompressStatePool), for checks: int64 ``[n]``."""
         pool = self._state_pools[section.pool][section.layer]
         return pool.translate_from_req_position_to_state_loc(slots, positions)
+
+
+def _draft_windows(pool: Any, draft: Any) -> list[tuple[torch.Tensor, ...]]:
+    """The window of each of a draft's layers; its rows and rings are like the target's."""
+    unified, target = getattr(draft, "unified_kv_pool", None), pool.unified_kv_pool
+    if unified is None or any(draft.compression_ratios) or draft._unified_kv_fp8:
+        raise ValueError(
+            "--speculative-draft-model-path: the draft's layers must keep bf16 windows and nothing else"
+        )
+    windows = [unified.get_unified_kv(layer) for layer in range(len(draft.compression_ratios))]
+    sizes = {(pool.unified_swa_ring_size, target.get_unified_kv(0).shape[1])}
+    sizes.update((draft.unified_swa_ring_size, window.shape[1]) for window in windows)
+    if len(sizes) > 1 or pool._unified_kv_fp8:
+        raise ValueError(
+            f"--speculative-draft-model-path: the draft's rings (rows, row) differ: {sorted(sizes)}"
+        )
+    return [(window,) for window in windows]
 
 
 def plain_rows(rows: torch.Tensor) -> torch.Tensor:

@@ -95,6 +95,12 @@ METRICS: tuple[Metric, ...] = (
         lambda c: _counters(c).decode_captured,
     ),
     _count(
+        "round_captured",
+        "Boundaries captured after a speculative round that might complete them: more than are captured, "
+        "because the host learns only later what a round accepted.",
+        lambda c: _counters(c).round_captured,
+    ),
+    _count(
         "captured_bytes",
         "Bytes copied from the device to host slots.",
         lambda c: _counters(c).bytes_captured,
@@ -150,7 +156,8 @@ METRICS: tuple[Metric, ...] = (
         "rejected",
         "What was not done. Not captured: no_slot (every slot locked or reserved), over_staging (more "
         "boundaries in one forward than device staging), over_row_limit (the request holds its most "
-        "slots), publish_refused (the page was gone, or had truth). Not restored: load_back_declined "
+        "slots), publish_refused (the page was gone, or had truth), not_completed (a speculative round "
+        "that did not complete the page, or whose request was gone). Not restored: load_back_declined "
         "(the path changed after the match), request_gone (aborted or retracted before its forward). "
         "Ended with an error: restore_impossible (a bug of ours), check_failed (the debug checks).",
         {
@@ -158,6 +165,7 @@ METRICS: tuple[Metric, ...] = (
             "over_staging": lambda c: _counters(c).capture_over_staging,
             "over_row_limit": lambda c: _counters(c).capture_over_row_limit,
             "publish_refused": lambda c: c.store.counters.publish_refused,
+            "not_completed": lambda c: _counters(c).round_discarded,
             "load_back_declined": lambda c: c.gate_counters.load_backs_declined,
             "request_gone": lambda c: _counters(c).restore_dropped,
             "restore_impossible": lambda c: _counters(c).restore_impossible,

@@ -69,8 +69,12 @@ def around_create_unified_radix_cache(
             "asked for; unset the option that selects it"
         )
     refusals.check(refusals.Startup.of_context(ctx))
-    seams.install(seams.When.ENGAGED)
-    seams.require_live(seams.When.ENGAGED)
+    require_draft(ctx.params)
+    phases = [seams.When.ENGAGED]
+    if ctx.params.is_eagle:
+        phases.append(seams.When.SPECULATING)
+    seams.install(*phases)
+    seams.require_live(*phases)
 
     from sglang_bitexact_hicache.runtime import TruthRuntime
     from sglang_bitexact_hicache.tree import BxCache
@@ -99,6 +103,22 @@ def around_create_unified_radix_cache(
         ),
     )
     return cache
+
+
+def require_draft(params: Any) -> None:
+    """Refuses a draft whose window nobody could restore.
+
+    SGLang names the pools of a draft that is the target's own NextN layer; with any other it keeps
+    something of its own in host memory, or nothing.
+
+    Raises:
+        ValueError: there is a draft, and not exactly one such pool.
+    """
+    if params.is_eagle and len(params.mtp_draft_device_pools) != 1:
+        raise ValueError(
+            "--speculative-draft-model-path: the draft must be DeepSeek-V4's NextN layer, one of it; "
+            f"SGLang names {len(params.mtp_draft_device_pools)} such pools"
+        )
 
 
 def plan_pools(ctx: Any) -> Options:
@@ -133,7 +153,7 @@ def plan_pools(ctx: Any) -> Options:
         full_host_pages=full_host_pages,
         stride=options.stride,
         request_rows=ctx.params.req_to_token_pool.size,
-        slot_bytes=DeviceView(kvcache).layout.slot_bytes,
+        slot_bytes=DeviceView(kvcache, ctx.params.mtp_draft_device_pools).layout.slot_bytes,
         context_length=model_config_of(ctx.server_args).context_len,
         tail_slots=options.tail_slots,
         row_limit_override=options.row_limit,
@@ -155,7 +175,7 @@ def plan_storage(ctx: Any, aligned: AlignedPrefill | None) -> TruthStorage:
     from sglang_bitexact_hicache.storage_names import StorageNames, facts_of
 
     kvcache = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    layout = DeviceView(kvcache).layout
+    layout = DeviceView(kvcache, ctx.params.mtp_draft_device_pools).layout
     unit = 0 if aligned is None else aligned.chunk
     names = StorageNames.of(facts_of(ctx.server_args, kvcache, layout, unit))
     planned = storage.TruthStorage(names, layout, unit or PAGE_SIZE)

@@ -94,6 +94,8 @@ class RecordLayout:
         c4_row_bytes, indexer_row_bytes: bytes of one state row (both kv and score halves).
         window_dtype, state_dtype: names of the dtypes, part of the identity.
         rope_row_bytes: bytes of one row of the window's rope plane; 0 where a window has one plane.
+        draft_layers: how many of the layers, the last ones, are a draft's (of ratio 0, numbered behind
+            the target's), which keeps a ring of its own for the same rows.
 
     The ring size is NOT part of it: host bytes are in position order, so servers with different
     rings share records.
@@ -107,12 +109,19 @@ class RecordLayout:
     window_dtype: str = "bfloat16"
     state_dtype: str = "float32"
     rope_row_bytes: int = 0
+    draft_layers: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers or len(self.layers) != len(self.ratios):
             raise ValueError("a record layout needs one ratio for each of its layers")
         if any(b <= a for a, b in zip(self.layers, self.layers[1:], strict=False)):
             raise ValueError(f"layers must be ascending: {self.layers}")
+        if not 0 <= self.draft_layers < len(self.layers):
+            raise ValueError(
+                f"{self.draft_layers} of {len(self.layers)} layers cannot be a draft's"
+            )
+        if any(self.ratios[len(self.ratios) - self.draft_layers :]):
+            raise ValueError(f"a draft's layers keep a window only, got ratios {self.ratios}")
         for name in ("window_row_bytes", "c4_row_bytes", "indexer_row_bytes"):
             n = getattr(self, name)
             # Checksums are taken over 4-byte words.
@@ -216,6 +225,7 @@ class RecordLayout:
                 self.rope_row_bytes,
                 WINDOW,
                 STATE_ROWS,
+                *(("draft", self.draft_layers) if self.draft_layers else ()),
             )
         )
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

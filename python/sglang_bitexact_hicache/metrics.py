@@ -60,6 +60,11 @@ class Counters:
     """Boundaries not captured because the request held `row_limit` slots that no node owns yet."""
     decode_captured: int = 0
     """Boundaries captured after a decode step; part of `captured`."""
+    round_captured: int = 0
+    """Boundaries captured after a speculative round that might complete them; each is published, as part
+    of `captured`, or discarded."""
+    round_discarded: int = 0
+    """Of those, the ones that the round did not complete, or whose request was gone by then."""
     bytes_captured: int = 0
     """Bytes copied from device staging to host slots."""
     recomputed_tokens: int = 0

@@ -123,6 +123,7 @@ class CapturePlanner:
             parts=junction is not None and junction.parts,
             kinds=self._kinds,
             unit=PAGE_SIZE if self.cache.aligned is None else self.cache.aligned.chunk,
+            key_tokens=self.cache.key_tokens,
         )
         allowed = self._allowed(req)
         kept = points if allowed is None else most_wanted(points, allowed)
@@ -145,6 +146,19 @@ class CapturePlanner:
         (`room`, as in `prefill`) is to be had, or the page will not enter the tree: then the request's
         older pages stay as they are. The caller must `publish` or `discard` the result.
         """
+        wanted = self.candidate(req, boundary, room)
+        if wanted is not None and wanted.keep is Keep.LIVE:
+            self._renew(req, wanted)
+        return wanted
+
+    def candidate(self, req: Any, boundary: int, room: int | None = None) -> Wanted | None:
+        """As `decode`, for a round of speculative decoding, of which nobody knows yet whether it
+        completes the page: nothing of the request changes. The caller must `commit` or `discard` the
+        result.
+
+        The page's identity may be minted before the round that completes it. Nobody sees it before then,
+        and the pages that the row reads now are those it reads then, or the identity dies (Row.rebase).
+        """
         self.cache.row_launched(req, boundary // PAGE_SIZE)
         if req.skip_radix_cache_insert or self.cache.aligned is not None:
             return None
@@ -154,11 +168,14 @@ class CapturePlanner:
         if room is not None and room < 1:
             self._counters.capture_over_staging += 1
             return None
-        wanted = self._reserve(req, boundary, Keep.LIVE if live else Keep.GRID)
-        if live and wanted is not None:
-            self._pass(req)
-            self._renew(req, boundary, wanted.lineage)
-        return wanted
+        return self._reserve(req, boundary, Keep.LIVE if live else Keep.GRID)
+
+    def commit(self, req: Any, wanted: Wanted) -> bool:
+        """The round has completed the candidate's page: publish its truth."""
+        published = self.publish(wanted)
+        if published and wanted.keep is Keep.LIVE:
+            self._renew(req, wanted)
+        return published
 
     def publish(self, wanted: Wanted) -> bool:
         """The forward is launched: the page has truth, unless it died or has one already."""
@@ -170,7 +187,7 @@ class CapturePlanner:
         return published
 
     def discard(self, wanted: Wanted) -> None:
-        """The forward failed: the slot goes back."""
+        """The forward failed, or did not complete the page after all: the slot goes back."""
         self.store.discard(wanted.slot)
 
     def forget(self, req: Any) -> None:
@@ -214,10 +231,11 @@ class CapturePlanner:
             if len(trail.newest) == NEWEST_DECODE and req.seqlen > trail.newest[-1][0]:
                 self.store.passed(trail.newest[0][1])
 
-    def _renew(self, req: Any, boundary: int, lineage: int) -> None:
+    def _renew(self, req: Any, wanted: Wanted) -> None:
         """A new decode boundary: the third newest is kept only as far as the grid and the limit do."""
+        self._pass(req)
         newest = self._trails[req].newest
-        newest.append((boundary, lineage))
+        newest.append((wanted.boundary, wanted.lineage))
         if len(newest) <= NEWEST_DECODE:
             return
         old, old_lineage = newest.popleft()

@@ -4,8 +4,9 @@ Five kinds of reuse point (`Kind`):
 
 * the grid: every `stride`-th page, the memory knob `--hicache-swa-offload-page-stride`;
 * the two prompt points, whatever the stride: the last whole page of the prompt, and the page before
-  the last token. A repeat of a prompt of exactly N pages can hit at most N - 1 pages, because at
-  least one token must be computed; a longer prompt that shares it can hit N;
+  the last token (with bigram keys, before the last two). A repeat of a prompt of exactly N pages can hit
+  at most N - 1 pages, because at least one token must be computed; a longer prompt that shares it can
+  hit N;
 * decode: the newest two pages that a running request completed by decoding. Two, because under the
   overlap schedule (or with a stop string) the newest may belong to a step that is thrown away;
 * junctions: the deepest page up to which a prompt followed a cached path whose truth was missing
@@ -81,10 +82,15 @@ class ReusePoint(NamedTuple):
     keep: Keep
 
 
-def prompt_points(prompt_len: int, unit: int = PAGE_SIZE) -> frozenset[int]:
+def prompt_points(prompt_len: int, unit: int = PAGE_SIZE, *, key_tokens: int = 1) -> frozenset[int]:
     """The boundaries (tokens) at which the same prompt, or one that extends it, would resume, where
-    every multiple of `unit` is one."""
-    points = {(prompt_len - 1) // unit * unit, prompt_len // unit * unit}
+    every multiple of `unit` is one.
+
+    `key_tokens`: that an element of the tree's keys spans. With 2 (bigrams) a page is found by whoever
+    shares one token more than it has, so that a repeat, of which the last token is always computed,
+    resumes before the last two.
+    """
+    points = {(prompt_len - key_tokens) // unit * unit, prompt_len // unit * unit}
     return frozenset(p for p in points if p > 0)
 
 
@@ -98,6 +104,7 @@ def prefill_points(
     parts: bool = False,
     kinds: Container[Kind] = DEFAULT_KINDS,
     unit: int = PAGE_SIZE,
+    key_tokens: int = 1,
 ) -> list[ReusePoint]:
     """Boundaries to capture of a chunk [start, end) of a prompt of `prompt_len` tokens, ascending.
 
@@ -107,10 +114,13 @@ def prefill_points(
         parts: whether the cached path goes on beyond the junction, without this prompt.
         kinds: the kinds of reuse point that are switched on.
         unit: tokens of which every boundary has to be a multiple: a page, or more (aligned.py).
+        key_tokens: that an element of the tree's keys spans (`prompt_points`).
     """
     if stride < 1:
         raise ValueError(f"stride must be at least 1 page, got {stride}")
-    wanted = prompt_points(prompt_len, unit) if Kind.PROMPT in kinds else frozenset()
+    wanted = frozenset()
+    if Kind.PROMPT in kinds:
+        wanted = prompt_points(prompt_len, unit, key_tokens=key_tokens)
     points = []
     for boundary in boundaries(start, end):
         if boundary % unit:

@@ -49,6 +49,7 @@ class Startup:
         window: the model's sliding window, in tokens.
         ratios: the compression ratios of the model's layers.
         online_compress: whether the C128 compressor runs in its online form.
+        fp8_rows: whether the KV rows are fp8 (two planes), or would be on a device that has it.
         hybrid_swa: whether the prefix cache has the components FULL and SWA.
     """
 
@@ -59,6 +60,7 @@ class Startup:
     window: int
     ratios: frozenset[int]
     online_compress: bool
+    fp8_rows: bool
     hybrid_swa: bool
 
     @classmethod
@@ -77,6 +79,7 @@ class Startup:
             window=hf_config.sliding_window,
             ratios=frozenset(hf_config.compress_ratios),
             online_compress=envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get(),
+            fp8_rows=envs.SGLANG_DSV4_UNIFIED_KV_FP8.get(),
             hybrid_swa=not cfg.disable_hybrid_swa_memory,
         )
 
@@ -95,6 +98,7 @@ class Startup:
             window=kvcache.sliding_window,
             ratios=frozenset(kvcache.compression_ratios),
             online_compress=envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get(),
+            fp8_rows=kvcache._unified_kv_fp8,
             hybrid_swa=ctx.is_hybrid_swa and not ctx.is_hybrid_ssm,
         )
 
@@ -166,6 +170,11 @@ def _name_too_long(s: Startup) -> bool:
 def _aligned(refuses: Callable[[Startup], bool]) -> Callable[[Startup], bool]:
     """Refuses only where aligned prefill is asked for."""
     return lambda s: s.options.aligned_prefill and refuses(s)
+
+
+def _speculating(refuses: Callable[[Startup], bool]) -> Callable[[Startup], bool]:
+    """Refuses only where there is a draft."""
+    return lambda s: s.cfg.speculative_algorithm is not None and refuses(s)
 
 
 def _no_chunk_of_whole_pages(s: Startup) -> bool:
@@ -420,8 +429,50 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "speculation",
         "--speculative-algorithm",
-        "must be unset",
-        _field("speculative_algorithm", None),
+        "must be EAGLE, or unset: what another draft keeps of a prefix is not restored",
+        _field("speculative_algorithm", None, "EAGLE"),
+        got=lambda s: s.cfg.speculative_algorithm,
+    ),
+    Rule(
+        "speculation_topk",
+        "--speculative-eagle-topk",
+        "must be 1: the branches of a tree would share the rows that a window is captured from",
+        # Not resolved yet where it was not given: the scheduler asks again.
+        _speculating(lambda s: s.cfg.speculative_eagle_topk not in (None, 1)),
+    ),
+    Rule(
+        "speculation_layers",
+        "--enable-multi-layer-eagle",
+        "must be unset: only a draft of one layer was tried",
+        _speculating(_field("enable_multi_layer_eagle", False)),
+        planned=True,
+    ),
+    Rule(
+        "speculation_fp8",
+        "SGLANG_DSV4_UNIFIED_KV_FP8",
+        "must be unset with --speculative-algorithm: fp8 rows were not tried with a draft",
+        _speculating(lambda s: s.fp8_rows),
+        planned=True,
+    ),
+    Rule(
+        "speculation_ranks",
+        "--tp-size",
+        "must be 1 with --speculative-algorithm: several ranks were not tried with a draft",
+        _speculating(_field("tp_size", 1)),
+        planned=True,
+    ),
+    Rule(
+        "speculation_mixed_chunk",
+        "--enable-mixed-chunk",
+        "must be unset with --speculative-algorithm: a round would run as part of a prefill",
+        _speculating(_field("enable_mixed_chunk", False)),
+        planned=True,
+    ),
+    Rule(
+        "speculation_aligned",
+        ALIGNED_ARGUMENT,
+        "must be unset with --speculative-algorithm: aligned chunks were not tried with a draft",
+        _speculating(lambda s: s.options.aligned_prefill),
         planned=True,
     ),
     Rule(

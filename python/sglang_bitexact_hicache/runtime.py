@@ -1,11 +1,14 @@
 """TruthRuntime: what one scheduler does with truth, in the order in which a request meets it.
 
     admit      (AFTER ScheduleBatch.prepare_for_extend)    lock the truth of each hit, start its copy in
-    forward    (AROUND TpModelWorker.forward_batch_generation)
+    forward    (AROUND TpModelWorker.forward_batch_generation; with EAGLE, of the worker of both models)
                before: scatter the restores; plan what this forward captures (planner.py)
                during: of an extend, gather once a layer (forward_hooks.py)
                after:  of a decode step that completes a page, gather from the rings; copy out,
-                       publish the truth with the lineage of its page
+                       publish the truth with the lineage of its page. Of a round that may complete a
+                       page (rounds.py) the same, but nothing is published
+    settle     (AROUND SchedulerBatchResultProcessor._resolve_spec_v2_tokens)
+               a round's result is there: publish what it completed, give back the other slots
     forget     (BxCache.on_release)                        a request gave its row back
     flush      (BxCache._reset_full)                       everything is forgotten
 
@@ -29,7 +32,7 @@ from sglang_bitexact_hicache import pinned
 from sglang_bitexact_hicache.abort import discard_output
 from sglang_bitexact_hicache.capture import CapturePipeline, CapturePlan
 from sglang_bitexact_hicache.checks import DebugChecks
-from sglang_bitexact_hicache.constants import PAGE_SIZE
+from sglang_bitexact_hicache.constants import PAGE_SIZE, STATE_ROWS, WINDOW
 from sglang_bitexact_hicache.device_view import DeviceView, plain_rows
 from sglang_bitexact_hicache.gather import Source
 from sglang_bitexact_hicache.host_pool import TruthHostPools
@@ -39,6 +42,7 @@ from sglang_bitexact_hicache.planner import CapturePlanner, Wanted
 from sglang_bitexact_hicache.policy import DEFAULT_KINDS, Keep, Kind
 from sglang_bitexact_hicache.ranks import Ranks
 from sglang_bitexact_hicache.restore import Restore, RestorePipeline
+from sglang_bitexact_hicache.rounds import Rounds
 from sglang_bitexact_hicache.transfer import Event, open_lane
 from sglang_bitexact_hicache.truth import TruthStore
 
@@ -74,6 +78,7 @@ class TruthRuntime:
         kinds: the kinds of reuse point that are switched on.
         row_limit: the most slots that one request may hold before a tree node owns them.
         chunk_tokens: the most tokens that one extend forward computes.
+        round_tokens: that a round of speculative decoding verifies; 0 where there is none.
         debug: verify every restore on the device (SGLANG_SWA_DBG_CHECKSUM).
         pin: whether host memory is pinned on this platform.
         ranks: the others that hold the same KV, None where there are none.
@@ -89,6 +94,7 @@ class TruthRuntime:
         kinds: Container[Kind] = DEFAULT_KINDS,
         row_limit: int | None = None,
         chunk_tokens: int,
+        round_tokens: int = 0,
         debug: bool,
         pin: bool,
         ranks: Ranks | None = None,
@@ -116,6 +122,7 @@ class TruthRuntime:
         self._restore = RestorePipeline(
             view, pools, RESTORE_STAGING, self._in_lane, self.counters, pin=pin
         )
+        self._rounds = Rounds[Wanted](round_tokens) if round_tokens else None
         self._ranks = Ranks() if ranks is None else ranks
         self._checks = DebugChecks(view, pools, self.counters) if debug else None
         self._pending: dict[Any, Restore] = {}
@@ -137,7 +144,9 @@ class TruthRuntime:
         """
         from sglang.srt.utils.common import is_pin_memory_available
 
-        view = DeviceView(cache.token_to_kv_pool_allocator.get_kvcache())
+        view = DeviceView(cache.token_to_kv_pool_allocator.get_kvcache(), cache.draft_pools)
+        round_tokens = tokens_of_a_round(server_args)
+        check_rings(view, round_tokens)
         pin = is_pin_memory_available(view.device)
         slots = options.sizing.slots
         ranks = Ranks.of(cache)
@@ -150,6 +159,7 @@ class TruthRuntime:
                 ),
                 "row limit": options.sizing.row_limit,
                 "largest extend": largest_extend(server_args),
+                "draft tokens": round_tokens,
                 "aligned prefill": options.aligned_prefill,
                 "checks": options.checksum,
             }
@@ -165,6 +175,7 @@ class TruthRuntime:
             kinds=options.kinds,
             row_limit=options.sizing.row_limit,
             chunk_tokens=largest_extend(server_args),
+            round_tokens=round_tokens,
             debug=options.checksum,
             pin=pin,
             ranks=ranks,
@@ -228,7 +239,8 @@ class TruthRuntime:
         return lineage
 
     def forget(self, req: Any) -> None:
-        """The request gave its row back (finish, abort, retract): drop a restore not yet consumed.
+        """The request gave its row back (finish, abort, retract): drop a restore not yet consumed, and
+        what its rounds in flight may have completed.
 
         A step that captures its rings may still be queued on the forward stream, and the row's next
         owner clears its state rows on the schedule stream, which is the current one here: it waits.
@@ -239,6 +251,9 @@ class TruthRuntime:
             self._restore.drop(restore)
             self._unlock(restore)
             self.counters.restore_dropped += 1
+        if self._rounds is not None:
+            for wanted in self._rounds.drop(req):
+                self._not_completed(wanted)
         reading = self._row_read.pop(req.kv.req_pool_idx, None)
         if reading is not None:
             reading.wait()
@@ -253,8 +268,12 @@ class TruthRuntime:
         """
         self._apply_restores(batch)
         if not batch.forward_mode.is_extend():
+            # Before it runs: the mode of a batch changes in the course of a round.
+            decode = batch.forward_mode.is_decode()
             yield None
-            if batch.forward_mode.is_decode():
+            if decode and self._rounds is not None:
+                self._capture_round(batch, self._rounds)
+            elif decode:
                 self._capture_decoded(batch)
             return
         captures = self._plan_extend(batch)
@@ -270,6 +289,7 @@ class TruthRuntime:
                 self.planner.discard(capture.wanted)
             raise
         self._finish_capture(plan, captures)
+        self._publish(captures)
 
     def gather_window(
         self,
@@ -357,8 +377,7 @@ class TruthRuntime:
     def _capture_decoded(self, batch: Any) -> None:
         """Capture the pages that a decode step completed, from the rings, after its forward.
 
-        On every other step this is one comparison of host integers. More boundaries than staging go
-        in waves, of which the later ones wait, on the forward stream, for the copies of the earlier.
+        On every other step this is one comparison of host integers.
         """
         # NumPy over the same memory: a third of what torch takes for so few integers.
         lengths = batch.seq_lens_cpu.numpy()
@@ -369,12 +388,54 @@ class TruthRuntime:
             wanted = self.planner.decode(req, end)
             if wanted is not None:
                 captures.append(_Capture(Source(req.kv.req_pool_idx, end, 0, end), wanted))
+        for wave in self._capture_rings(captures):
+            self._publish(wave)
+
+    def _capture_round(self, batch: Any, rounds: Rounds[Wanted]) -> None:
+        """Capture the pages that a round may have completed, from the rings, after its draft extend: the
+        next round overwrites them, and the host does not know yet how many tokens this one accepted.
+
+        What is not there yet is captured in vain, and `settle` lets go of it. The last row of a draft's
+        window depends on the token behind the page, which is there when the page is complete.
+        """
+        captures = []
+        for req in batch.reqs:
+            end = rounds.launch(req, batch.forward_iter, req.kv.kv_committed_len)
+            wanted = None if end is None else self.planner.candidate(req, end)
+            if wanted is not None:
+                rounds.hold(req, wanted)
+                captures.append(_Capture(Source(req.kv.req_pool_idx, end, 0, end), wanted))
+        for wave in self._capture_rings(captures):
+            self.counters.round_captured += len(wave)
+
+    def settle(self, req: Any, number: int, before: int, after: int) -> None:
+        """The result of the round `number` (`ScheduleBatch.forward_iter`) moved the request's committed
+        length from `before` to `after`."""
+        wanted, completed = self._rounds.settle(req, number, before, after)
+        if wanted is None:
+            return
+        if not completed:
+            self._not_completed(wanted)
+        elif self.planner.commit(req, wanted) and wanted.keep is Keep.LIVE:
+            self.counters.decode_captured += 1
+
+    def _not_completed(self, wanted: Wanted) -> None:
+        self.planner.discard(wanted)
+        self.counters.round_discarded += 1
+
+    def _capture_rings(self, captures: Sequence[_Capture]) -> Iterator[Sequence[_Capture]]:
+        """Queue the gather from the rings and the copies out, and yield what is on its way.
+
+        More boundaries than staging go in waves, of which the later ones wait, on the forward stream, for
+        the copies of the earlier.
+        """
         remaining = iter(captures)
         while wave := list(islice(remaining, self._capture.staging.slots)):
             plan = self._capture.gather_after([c.source for c in wave])
             if self._checks is not None:
                 self._checks.note_rings(plan)
             self._finish_capture(plan, wave)
+            yield wave
 
     def _finish_capture(self, plan: CapturePlan, captures: Sequence[_Capture]) -> None:
         slots = [c.wanted.slot for c in captures]
@@ -396,6 +457,9 @@ class TruthRuntime:
                 wanted.slot,
                 wanted.keep.name,
             )
+
+    def _publish(self, captures: Sequence[_Capture]) -> None:
+        for _, wanted in captures:
             if self.planner.publish(wanted) and wanted.keep is Keep.LIVE:
                 self.counters.decode_captured += 1
 
@@ -429,6 +493,8 @@ class TruthRuntime:
         self._written.clear()
         self._read.clear()
         self._row_read.clear()
+        if self._rounds is not None:
+            self._rounds.clear()
         self.planner.flush()
         if self._checks is not None:
             self._checks.clear()
@@ -439,6 +505,31 @@ class TruthRuntime:
         self._out_lane.close()
         self._in_lane.close()
         self.pools.close()
+
+
+def tokens_of_a_round(server_args: Any) -> int:
+    """Tokens that a round of speculative decoding verifies under these arguments; 0 without it."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    cfg = resolving_view(server_args)
+    return 0 if cfg.speculative_algorithm is None else cfg.speculative_num_draft_tokens
+
+
+def check_rings(view: DeviceView, round_tokens: int) -> None:
+    """Refuses rings that cannot hold a boundary until the round that completes it is over.
+
+    The last round that starts below a boundary P reaches P + `round_tokens` - 2.
+
+    Raises:
+        ValueError: one of them is too small.
+    """
+    beyond = max(round_tokens - 1, 0)
+    for size, rows in ((view.ring_size, WINDOW), (view.state_ring_size, STATE_ROWS)):
+        if size < rows + beyond:
+            raise ValueError(
+                f"--speculative-num-draft-tokens: a ring of {size} rows does not hold the {rows} before "
+                f"a page's end and the {beyond} that a round of {round_tokens} may write behind it"
+            )
 
 
 def largest_extend(server_args: Any) -> int:

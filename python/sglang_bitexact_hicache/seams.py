@@ -57,6 +57,8 @@ class When(enum.Enum):
     """In every process that loads plugins with the flag on."""
     ENGAGED = "engaged"
     """In a scheduler, once `engaged()` holds."""
+    SPECULATING = "with EAGLE"
+    """In such a scheduler, where it has a draft."""
 
 
 HOOKS = (Kind.BEFORE, Kind.AFTER, Kind.AROUND)
@@ -219,6 +221,25 @@ SEAMS: tuple[Seam, ...] = (
         ),
         When.ENGAGED,
         "managers/scheduler.py:4704 (overlap), 4870 run_batch",
+    ),
+    Seam(
+        "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.forward_batch_generation",
+        Kind.AROUND,
+        "forward_hooks:around_forward_batch_generation",
+        "the same scope over both models: what a round or a prefill leaves in the draft's ring too",
+        ("self", "batch", "on_publish", "grammar_barrier", "pp_proxy_tensors"),
+        When.SPECULATING,
+        "managers/scheduler.py:4704 (overlap), 4829 run_batch",
+    ),
+    Seam(
+        "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+        "._resolve_spec_v2_tokens",
+        Kind.AROUND,
+        "forward_hooks:around_resolve_spec_tokens",
+        "the host learns how many tokens a round accepted: publish the page that it completed",
+        ("self", "result", "batch"),
+        When.SPECULATING,
+        "managers/scheduler_components/batch_result_processor.py:1123 _normalize_decode_outputs",
     ),
     Seam(
         "sglang.srt.layers.attention.deepseek_v4_backend_hip_radix.DeepseekV4HipRadixBackend"

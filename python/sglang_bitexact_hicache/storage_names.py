@@ -3,8 +3,9 @@
 A server's *identity* is a digest of everything that makes its bytes interchangeable with another
 server's: the layout of the whole model's records (RecordLayout over the layers of all stages), the
 model's configuration, name, revision and weight version, the dtypes, the SGLang version, the kind of
-device, how sums are split over ranks (the sizes of the groups) and, with aligned prefill, the chunk
-size. Not the ring size, the number of slots, the stride or the host layout: those differ freely.
+device, how sums are split over ranks (the sizes of the groups), with aligned prefill the chunk size, and
+with EAGLE the draft, whose windows are in the records. Not the ring size, the number of slots, the stride
+or the host layout: those differ freely.
 
 The identity is part of
 
@@ -110,7 +111,20 @@ def facts_of(server_args: Any, kvcache: Any, layout: RecordLayout, unit: int) ->
         "attn_dp": cfg.attn_dp_size,
         "experts": [cfg.ep_size, cfg.moe_dp_size, cfg.moe_dense_tp_size],
         "aligned": unit,
+        **_draft_facts(cfg),
     }
+
+
+def _draft_facts(cfg: Any) -> dict[str, Any]:
+    """What a draft's rows depend on beside the target; nothing without one."""
+    if cfg.speculative_algorithm is None:
+        return {}
+    names = ("algorithm", "draft_model_path", "draft_model_revision", "draft_model_quantization")
+    facts = {name: getattr(cfg, f"speculative_{name}") for name in names}
+    # SGLang puts the target's path there where the draft is part of it; where that lies is not the model.
+    if facts["draft_model_path"] == cfg.model_path:
+        facts["draft_model_path"] = None
+    return {"draft": {name: None if v is None else str(v) for name, v in facts.items()}}
 
 
 def _config_digest(hf_config: Any) -> str:
@@ -125,9 +139,11 @@ def _config_digest(hf_config: Any) -> str:
 
 def whole_model(layout: RecordLayout, ratios: Sequence[int]) -> RecordLayout:
     """A stage's layout with the layers of all stages, which is the same on each of them."""
+    layers = len(ratios) + layout.draft_layers
     return RecordLayout(
-        layers=tuple(range(len(ratios))),
-        ratios=tuple(ratios),
+        layers=tuple(range(layers)),
+        ratios=(*ratios, *(0,) * layout.draft_layers),
+        draft_layers=layout.draft_layers,
         window_row_bytes=layout.window_row_bytes,
         c4_row_bytes=layout.c4_row_bytes,
         indexer_row_bytes=layout.indexer_row_bytes,

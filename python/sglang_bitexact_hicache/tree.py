@@ -42,6 +42,9 @@ from sglang_bitexact_hicache.truth import TruthStore
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler_components.batch_result_processor import (
+        SchedulerBatchResultProcessor,
+    )
     from sglang.srt.mem_cache.base_prefix_cache import (
         InitLoadBackParams,
         InsertParams,
@@ -74,11 +77,6 @@ class BxCache(UnifiedRadixCache):
     """
 
     def __init__(self, params: CacheInitParams) -> None:
-        if params.is_eagle:
-            raise ValueError(
-                "strict bit-exact HiCache does not support EAGLE keys yet: "
-                "unset --speculative-algorithm"
-            )
         if tuple(params.tree_components or ()) != (FULL, SWA):
             raise ValueError(
                 "strict bit-exact HiCache needs a tree of exactly FULL and SWA, in this order, "
@@ -91,6 +89,11 @@ class BxCache(UnifiedRadixCache):
         """What goes to storage and comes from there (storage.TruthStorage). Set by the factory."""
         self.aligned: AlignedPrefill | None = None
         """The rules of aligned prefill where it is on. Set by the factory, before any request."""
+        self.key_tokens = 2 if params.is_eagle else 1
+        """Tokens that an element of a key spans. With EAGLE keys are pairs of neighbouring tokens: a page
+        ends at the same token as without, but is there, and found, only by whoever knows one more."""
+        self.draft_pools = tuple(params.mtp_draft_device_pools)
+        """The KV pools of the draft's layers, one each, where the server has a draft (EAGLE)."""
         self.gate_counters = GateCounters()
         self.track_junctions = True
         """Whether chunks are cut at junctions (policy.Kind.JUNCTION)."""
@@ -242,12 +245,22 @@ class BxCache(UnifiedRadixCache):
         forms that batch, which waits for them.
 
         With aligned prefill a chunk may end beyond the path that it follows. It joins what there is.
+
+        With bigram keys stock leaves out the last page of a chunk that ends where a page does, whose last
+        bigram needs the token behind it. A chunk with others to come knows that token: it is counted, so
+        that the request joins the tree exactly where its chunk ends, as it does without EAGLE. No KV of
+        that token is looked at, because a key of whole pages has a value for each bigram and no more. A
+        request that goes away after such a checkpoint must not step back behind it.
         """
         path = self._junctions.get(req)
-        if path is not None and path.tokens > self._reached(req) and not req.finished():
-            chunks_to_come = up_to < len(req.full_untruncated_fill_ids)
-            if up_to <= path.tokens or (self.aligned is not None and chunks_to_come):
-                self._load_path_back(path, up_to)
+        chunks_to_come = up_to < len(req.full_untruncated_fill_ids)
+        follows = path is not None and path.tokens > self._reached(req) and not req.finished()
+        beyond = self.aligned is not None and chunks_to_come
+        if follows and (up_to <= path.tokens or beyond):
+            self._load_path_back(path, up_to)
+        joined_here = up_to == req.kv.cache_protected_len
+        if chunks_to_come and (joined_here or not req.finished()):
+            up_to += self.key_tokens - 1
         super().checkpoint_into_tree(req, up_to=up_to, **options)
 
     def swa_reprefill_tail_tokens(self, req: Req | None = None) -> int:
@@ -331,6 +344,7 @@ class BxCache(UnifiedRadixCache):
         key = RadixKey(
             new_input_tokens,
             extra_key=options.get("extra_key"),
+            is_bigram=self.tree_core.is_eagle,
             cache_salt=options.get("cache_salt"),
         ).page_aligned(self._page_size)
         anchor, tokens = self.truth_storage.anchor_of(last_host_node_id, key)
@@ -433,7 +447,7 @@ class BxCache(UnifiedRadixCache):
         """The next insert with these params brings the pages of this request's row."""
         row = self.rows.get(req)
         if row is not None:
-            row.upto(tokens // self._page_size)
+            row.upto((tokens - self.key_tokens + 1) // self._page_size)
             self._insert_of = (insert_params, row)
 
     def insert_settled(self, req: Req, *, inserted: bool, finished: bool) -> None:
@@ -537,7 +551,8 @@ class BxCache(UnifiedRadixCache):
             key.token_ids,
             key.extra_key,
             is_bigram=key.is_bigram,
-            limit=pages * self._page_size,
+            # In tokens, whatever an element spans.
+            limit=pages * self._page_size + self.key_tokens - 1,
             cache_salt=key.cache_salt,
         )
         return dataclasses.replace(params, key=limited)
@@ -565,7 +580,8 @@ class BxCache(UnifiedRadixCache):
         return UNKNOWN if copy is None else copy.last_id
 
 
-def runtime_of(batch: ScheduleBatch) -> TruthRuntime | None:
-    """The byte side of the cache that a ScheduleBatch belongs to; None where it is not ours."""
-    cache = batch.tree_cache
+def runtime_of(owner: ScheduleBatch | SchedulerBatchResultProcessor) -> TruthRuntime | None:
+    """The byte side of the cache that a batch, or a processor of results, belongs to; None where it is
+    not ours."""
+    cache = owner.tree_cache
     return cache.truth_runtime if isinstance(cache, BxCache) else None

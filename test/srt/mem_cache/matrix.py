@@ -220,7 +220,7 @@ def fill(cell: Cell, processes: SchedulerRanks) -> None:
         (
             "a fork",
             PAGE,
-            (matrix_scenarios.fork, prompt(seed + 1, PAGE), prompt(seed + 2, 400), 6, tier),
+            (matrix_scenarios.fork, prompt(seed + 1, PAGE + 1), prompt(seed + 2, 400), 6, tier),
         ),
     ]
     if tier == "device":

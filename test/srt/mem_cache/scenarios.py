@@ -37,7 +37,7 @@ def prompt(seed: int, length: int) -> list[int]:
 def dirty_rings(h: Harness) -> None:
     """Scribble every ring row and state row of every free request slot, as other requests would."""
     # A view of its own, so that it works in a server without the feature as well.
-    view = DeviceView(h.pool)
+    view = DeviceView(h.pool, h.draft_pools)
     generator = torch.Generator().manual_seed(h.state.setdefault("dirt", 1))
     h.state["dirt"] += 1
     free = sorted(h.scheduler.req_to_token_pool.free_slots)
@@ -108,6 +108,7 @@ def leak_free(h: Harness) -> Steps:
     cache.sanity_check()
     store = cache.store
     assert not runtime._pending, "a pending restore was left"
+    assert not runtime._rounds, "a round was left in flight"
     assert len(cache.rows) == 0, "a row outlived its request"
     assert not any(store.slots.is_locked(s) for s in range(store.capacity)), "a slot is locked"
     assert store.in_use() == len(store), "a slot is reserved"
@@ -400,6 +401,39 @@ def watching_decodes(h: Harness, seen: Any) -> Any:
     return patched(runtime, "forward", watched)
 
 
+@contextmanager
+def copying_decoded_pages(h: Harness, copies: dict[int, Any]) -> Iterator[list[Any]]:
+    """Context: of the requests that are put into the list that it gives, `copies` gets every ring row,
+    whole, after the step, or with EAGLE the round, that completed a page, by the page's boundary."""
+    runtime, reqs, rounds = h.runtime, [], {}
+
+    def stepped(batch: Any) -> None:
+        for req in reqs:
+            if req in batch.reqs and not batch.forward_mode.is_prefill():
+                end = int(batch.seq_lens_cpu[batch.reqs.index(req)])
+                if end % PAGE == 0:
+                    copies[end] = slot_rows(runtime.view, req.kv.req_pool_idx)
+
+    def round_over(batch: Any) -> None:
+        for req in reqs:
+            if req in batch.reqs:
+                rounds[batch.forward_iter] = slot_rows(runtime.view, req.kv.req_pool_idx)
+
+    settle = runtime.settle
+
+    def settled(req: Any, number: int, before: int, after: int) -> None:
+        settle(req, number, before, after)
+        if req in reqs and before // PAGE < after // PAGE:
+            copies[after // PAGE * PAGE] = rounds[number]
+
+    if h.draft_pools:
+        with watching_decodes(h, round_over), patched(runtime, "settle", settled):
+            yield reqs
+    else:
+        with watching_decodes(h, stepped):
+            yield reqs
+
+
 def slot_rows(view: DeviceView, row: int) -> dict[tuple[str, int], torch.Tensor]:
     """Every ring row and state row of one request row, whole, as they are now."""
     return {
@@ -419,21 +453,15 @@ def chat(h: Harness, ids: Sequence[int], answer: int, more: int, new: int, tier:
     first turn, of the restored one).
     """
     yield from h.flush()
-    runtime, view = h.runtime, DeviceView(h.pool)
+    runtime, view = h.runtime, DeviceView(h.pool, h.draft_pools)
     copies: dict[int, Any] = {}
-
-    def seen(batch: Any) -> None:
-        if req in batch.reqs and not batch.forward_mode.is_prefill():
-            end = int(batch.seq_lens_cpu[batch.reqs.index(req)])
-            if end % PAGE == 0:
-                copies[end] = slot_rows(view, req.kv.req_pool_idx)
-
     before = counters(h)
     req = h.submit(ids, answer)
-    with watching_decodes(h, seen):
+    with copying_decoded_pages(h, copies) as reqs:
+        reqs.append(req)
         yield from h.finish(req)
     first_turn = since(h, before)
-    turn = [*ids, *req.output_ids, *prompt(len(ids), more)]
+    turn = [*ids, *req.output_ids_through_stop, *prompt(len(ids), more)]
 
     def placed(restores: Sequence[Any]) -> None:
         for restore in restores:
@@ -652,7 +680,7 @@ def retracted(h: Harness, ids: Sequence[int], other: Sequence[int], new: int) ->
         yield
     before = counters(h)
     batch_class = type(h.scheduler.running_batch)
-    with patched(batch_class, "check_decode_mem", _fails_once(batch_class.check_decode_mem)):
+    with patched(batch_class, "check_decode_mem", fails_once(batch_class.check_decode_mem)):
         while not any(req.retraction_count for req in reqs):
             yield
     retracted_at = [(req.retraction_count, len(req.output_ids)) for req in reqs]
@@ -663,7 +691,7 @@ def retracted(h: Harness, ids: Sequence[int], other: Sequence[int], new: int) ->
     return colds, results, retracted_at, gains
 
 
-def _fails_once(stock: Any) -> Any:
+def fails_once(stock: Any) -> Any:
     """SGLang's check for room to decode, failing the first time."""
     failures = iter([True])
     return lambda *args, **kwargs: not next(failures, False) and stock(*args, **kwargs)

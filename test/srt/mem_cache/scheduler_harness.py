@@ -57,6 +57,8 @@ class Result:
     host: int
     storage: int = 0
     error: str | None = None
+    accepted: tuple[int, ...] = ()
+    """With EAGLE: its rounds, by the number of drafts that were accepted in them."""
 
     def same_answer(self, other: Result) -> bool:
         """Equal output ids and bit-equal logprobs."""
@@ -93,6 +95,11 @@ class Harness:
     def pool(self) -> Any:
         """The DeepSeekV4TokenToKVPool."""
         return self.scheduler.token_to_kv_pool_allocator.get_kvcache()
+
+    @property
+    def draft_pools(self) -> tuple[Any, ...]:
+        """The KV pools of the draft's layers, with EAGLE."""
+        return self.scheduler.tp_worker.model_runner.mtp_draft_device_pools
 
     def submit(
         self,
@@ -146,14 +153,17 @@ class Harness:
 
         reason = req.finished_reason
         logprobs = req.logprob.output_token_logprobs_val if req.return_logprob else []
+        # The last round of a request with EAGLE may have committed more than was asked for.
+        ids = list(req.output_ids_through_stop)
         return Result(
-            ids=list(req.output_ids),
-            logprobs=[float(x) for x in logprobs],
+            ids=ids,
+            logprobs=[float(x) for x in logprobs[: len(ids)]],
             cached=req.cached_tokens,
             device=req.cached_tokens_device,
             host=req.cached_tokens_host,
             storage=req.cached_tokens_storage,
             error=reason.message if isinstance(reason, FINISH_ABORT) else None,
+            accepted=tuple(req.spec_correct_drafts_histogram),
         )
 
     def generate(self, ids: Sequence[int], new: int = 4, **options: Any) -> Steps:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sglang_bitexact_hicache import transfer
 
 READS = ("item", "tolist", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero")
-WATCHED = ("admit", "forget", "gather_window", "gather_state")
+WATCHED = ("admit", "forget", "gather_window", "gather_state", "settle")
 ATEN = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2"}
 
 

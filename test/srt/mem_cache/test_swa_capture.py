@@ -7,6 +7,7 @@ index tensors. Whole sections are compared, byte for byte.
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 
 import bitexact_fixtures as fixtures
 import pytest
@@ -23,6 +24,7 @@ from sglang_bitexact_hicache.host_pool import TruthHostPools
 from sglang_bitexact_hicache.layout import C4_POOL, INDEXER_POOL, POOLS, WINDOW_POOL
 from sglang_bitexact_hicache.metrics import Counters
 from sglang_bitexact_hicache.restore import Restore, RestorePipeline
+from sglang_bitexact_hicache.runtime import check_rings
 from sglang_bitexact_hicache.staging import DeviceStaging
 from sglang_bitexact_hicache.transfer import ThreadLane
 
@@ -48,10 +50,14 @@ def noise(rows, width, dtype, generator):
 class Bench:
     """The real pool with random rings, and both pipelines over it."""
 
-    def __init__(self, slots: int = 8, staging: int = 4, fp8: bool = False) -> None:
+    def __init__(
+        self, slots: int = 8, staging: int = 4, fp8: bool = False, drafts: int = 0
+    ) -> None:
         generator = torch.Generator().manual_seed(7)
         pool = fixtures.make_kv_pool(pages=2, rows=ROWS, layers=LAYERS, nope=448, rope=64, fp8=fp8)
-        self.view = DeviceView(pool)
+        geometry = {"pages": 2, "rows": ROWS, "nope": 448, "rope": 64}
+        self.drafts = [fixtures.make_kv_pool(layers=(0,), **geometry) for _ in range(drafts)]
+        self.view = DeviceView(pool, self.drafts)
         for rings in self.view.rings.values():
             for ring in rings:
                 ring.buffer.copy_(noise(*ring.buffer.shape, ring.buffer.dtype, generator))
@@ -120,10 +126,10 @@ class Bench:
         self.in_lane.close()
 
 
-@pytest.fixture(params=["bf16", "fp8"])
+@pytest.fixture(params=["bf16", "fp8", "with a draft"])
 def bench(request):
     before = set(threading.enumerate())
-    made = Bench(fp8=request.param == "fp8")
+    made = Bench(fp8=request.param == "fp8", drafts=request.param == "with a draft")
     yield made
     made.close()
     assert set(threading.enumerate()) <= before, "a lane's thread was left"
@@ -350,3 +356,45 @@ def test_staging_refuses_more_than_it_has_and_hands_slots_out_once(bench):
 def test_staging_without_a_record_is_refused(bench):
     with pytest.raises(ValueError, match="at least one"):
         DeviceStaging(bench.view.layout, 0, CPU)
+
+
+# ---- a draft's rings
+
+
+def test_a_drafts_layers_are_layers_behind_the_targets():
+    made = Bench(drafts=2)
+    made.close()
+    layout = made.view.layout
+    assert made.view.draft_base == len(LAYERS)
+    assert layout.layers == (0, 1, 2, 3, 4, 5)
+    assert (layout.ratios, layout.draft_layers) == ((*LAYERS, 0, 0), 2)
+    assert [ring.section.layer for ring in made.view.rings[C4_POOL]] == [1, 3]
+    for layer, draft in enumerate(made.drafts, made.view.draft_base):
+        (ring,) = made.view.window_rings(layer)
+        assert ring.buffer.data_ptr() == draft.unified_kv_pool.get_unified_kv(0).data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "problem"),
+    [
+        ({}, {"layers": (4,)}, "bf16 windows and nothing else"),
+        ({}, {"fp8": True}, "bf16 windows and nothing else"),
+        ({"fp8": True}, {}, "rings .* differ"),
+        ({}, {"nope": 64}, "rings .* differ"),
+    ],
+)
+def test_a_draft_with_other_rings_is_refused(target, draft, problem):
+    geometry = {"pages": 2, "rows": ROWS, "nope": 448, "rope": 64}
+    pool = fixtures.make_kv_pool(**{**geometry, "layers": LAYERS, **target})
+    other = fixtures.make_kv_pool(**{**geometry, "layers": (0,), **draft})
+    with pytest.raises(ValueError, match=f"--speculative-draft-model-path: .*{problem}"):
+        DeviceView(pool, [other])
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(0, True), (1, True), (2, False)])
+def test_rings_that_a_round_would_overrun_are_refused(tokens, fits):
+    """These rings have 128 rows: a round of two tokens needs one more."""
+    view = DeviceView(fixtures.make_kv_pool(pages=2, rows=ROWS, layers=LAYERS))
+    assert view.ring_size == 128
+    with nullcontext() if fits else pytest.raises(ValueError, match="--speculative-num-draft"):
+        check_rings(view, tokens)

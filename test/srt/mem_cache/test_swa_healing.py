@@ -13,6 +13,7 @@ import pytest
 from bitexact_fixtures import PAGE, cpu_hicache, make_cache, make_server_args
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from tree_driver import TreeDriver, Violation, checked, tokens
 
 from sglang_bitexact_hicache.healing import rehang
@@ -30,8 +31,8 @@ def _cpu():
 def drive():
     """Drivers on fresh caches, whose chunks end at junctions."""
 
-    def build(keep=lambda _pages: True):
-        return TreeDriver(make_cache(make_server_args()), keep, cuts=True)
+    def build(keep=lambda _pages: True, **options):
+        return TreeDriver(make_cache(make_server_args(), **options), keep, cuts=True)
 
     with checked(build) as make:
         yield make
@@ -68,6 +69,49 @@ def test_a_junction_gets_truth_and_both_branches_stay(drive):
     assert gate.healed == 1 and driver.cache.store.counters.moved == 1
     assert gate.loaded_for_healing == 0
     assert hits(driver) == [4, 2, 6, 6]
+
+
+def test_a_junction_gets_truth_with_pairs_of_tokens_for_keys(drive):
+    """With EAGLE: everything that has one token more is found as without. The chunk that ends at the
+    junction joins the tree exactly there, because the token behind it is known."""
+    driver = drive(is_eagle=True)
+    driver.keep = lambda pages: pages in (2, 6)
+    driver.run(tokens(6, 2))
+    driver.keep = lambda _pages: True
+    b = driver.admit(tokens(6, 2, branch_at=4, branch=1))
+    assert driver.prefix_pages(b) == 2
+    # The path is followed for a whole page less: its fourth page is told by the first token behind it.
+    assert driver.cache.junction(b).tokens == 3 * PAGE
+    driver.prefill(b)
+    driver.finish(b)
+    driver.settle()
+    assert driver.cache.gate_counters.healed == driver.cache.store.counters.moved == 1
+    assert driver.hit(tokens(6, 2, branch_at=4, branch=2)) == 3
+    assert driver.hit(tokens(6, 2, branch_at=3, branch=3)) == 2
+    assert driver.hit(tokens(6, 2, branch_at=4, branch=1)) == 6
+    assert driver.hit(tokens(6, 2)) == 6
+    assert driver.hit(tokens(6, 1)) == 3, (
+        "A's sixth page needs one token more than a repeat may use"
+    )
+
+
+def test_control_with_pairs_the_stock_checkpoint_joins_a_page_too_early(drive, monkeypatch):
+    monkeypatch.setattr(BxCache, "checkpoint_into_tree", UnifiedRadixCache.checkpoint_into_tree)
+    driver = drive(is_eagle=True)
+    driver.keep = lambda pages: pages in (2, 6)
+    driver.run(tokens(6, 2))
+    driver.keep = lambda _pages: True
+    driver.run(tokens(6, 2, branch_at=4, branch=1))
+    assert driver.cache.gate_counters.healed == 0
+    assert driver.hit(tokens(6, 2, branch_at=4, branch=2)) == 2
+
+
+@pytest.mark.parametrize("shared", [2 * PAGE + offset for offset in (-2, -1, 0, 1, 2)])
+def test_with_pairs_a_page_is_found_with_one_token_more(drive, shared):
+    driver = drive(is_eagle=True)
+    driver.run(tokens(3, 7))
+    ids = tokens(3, 7)[:shared] + tokens(2, 7, branch_at=0, branch=5)
+    assert driver.hit(ids) == (shared - 1) // PAGE
 
 
 def test_before_the_healer_came_its_sibling_hit_two_pages_less(drive):

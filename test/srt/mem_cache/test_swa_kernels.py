@@ -35,7 +35,7 @@ def lines() -> list[str]:
     "world",
     [
         "as the model",
-        "long rings",
+        "rings of a draft",
         "bf16 states",
         "fp8 rows",
         "narrow rows",

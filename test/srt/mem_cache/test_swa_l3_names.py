@@ -204,6 +204,30 @@ def test_what_the_identity_depends_on(tmp_path):
     assert len({first, *others.values()}) == len(others) + 1, others
 
 
+def test_with_a_draft_it_depends_on_the_draft(tmp_path):
+    make_server_args()
+    geometry = {"pages": 2, "rows": 1}
+    pool, draft = make_kv_pool(**geometry), make_kv_pool(**geometry, layers=(0,))
+    layout = DeviceView(pool, [draft]).layout
+    speculation = ("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3")
+    speculation += ("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens")
+
+    def names(where: str, *more: str) -> bytes:
+        model = write_model(tmp_path / where)
+        args = resolve(model, ["--served-model-name", "m", *more])
+        return StorageNames.of(facts_of(args, pool, layout, 0)).identity
+
+    with_draft = names("here", *speculation, "4")
+    assert with_draft == names("there", *speculation, "4"), "the draft is part of the model"
+    other = write_model(tmp_path / "other")
+    others = {
+        "none": identity(resolve(tmp_path / "here", ["--served-model-name", "m"]), pool),
+        "no facts of it": names("here"),
+        "another": names("here", *speculation, "4", "--speculative-draft-model-path", str(other)),
+    }
+    assert len({with_draft, *others.values()}) == len(others) + 1, others
+
+
 def test_the_model_on_another_path_is_the_same_model(tmp_path):
     pool = make_kv_pool(pages=2, rows=1)
     here, there = (

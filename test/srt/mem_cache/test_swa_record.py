@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +32,8 @@ ratios = st.lists(st.sampled_from([0, 4, 128]), min_size=1, max_size=61)
 def layouts(draw):
     kinds = tuple(draw(ratios))
     first = draw(st.integers(0, 100))
+    drafts = draw(st.integers(0, 2))
+    drafts = drafts if drafts < len(kinds) and not any(kinds[len(kinds) - drafts :]) else 0
     return RecordLayout(
         layers=tuple(range(first, first + len(kinds))),
         ratios=kinds,
@@ -37,6 +41,7 @@ def layouts(draw):
         c4_row_bytes=draw(st.sampled_from([64, 4096, 8192])),
         indexer_row_bytes=draw(st.sampled_from([64, 1024, 2048])),
         rope_row_bytes=draw(st.sampled_from([0, 4, 128])),
+        draft_layers=drafts,
     )
 
 
@@ -91,6 +96,14 @@ def test_digest_is_equal_exactly_when_the_layouts_are(a, b):
     assert (a.digest() == b.digest()) == (a == b)
 
 
+def test_a_record_with_a_drafts_window_is_no_record_without_one():
+    target = RecordLayout((0, 1), (0, 4), 1024, 8192, 2048)
+    longer = RecordLayout((0, 1, 2), (0, 4, 0), 1024, 8192, 2048)
+    drafting = dataclasses.replace(longer, draft_layers=1)
+    assert drafting.slot_bytes == longer.slot_bytes == target.slot_bytes + 128 * 1024
+    assert len({layout.digest() for layout in (target, longer, drafting)}) == 3
+
+
 def test_state_pools_hold_ratio_4_layers_only():
     layout = RecordLayout((3, 4, 5, 6), (0, 4, 128, 4), 1024, 8192, 2048)
     assert layout.c4_layers == (4, 6)
@@ -107,6 +120,9 @@ def test_state_pools_hold_ratio_4_layers_only():
         {"window_row_bytes": 0},
         {"c4_row_bytes": 6},
         {"rope_row_bytes": 130},
+        {"draft_layers": -1},
+        {"draft_layers": 1},
+        {"ratios": (0, 0), "draft_layers": 2},
     ],
 )
 def test_an_impossible_layout_is_refused(change):
@@ -205,6 +221,14 @@ def test_what_does_not_fit_is_the_least_wanted_and_the_shallowest(keeps, room):
 )
 def test_a_repeat_and_a_longer_prompt_both_find_their_point(prompt, points):
     assert prompt_points(prompt) == points
+
+
+@pytest.mark.parametrize(
+    ("prompt", "points"),
+    [(255, set()), (256, {256}), (257, {256}), (258, {256}), (513, {256, 512}), (514, {512})],
+)
+def test_with_pairs_of_tokens_a_repeat_resumes_before_its_last_two(prompt, points):
+    assert prompt_points(prompt, key_tokens=2) == points
 
 
 def test_a_stride_below_one_page_is_refused():

@@ -37,6 +37,10 @@ from sglang_bitexact_hicache.options import Options
 
 ALIGNED = "--hicache-swa-offload-aligned-prefill"
 CHUNK = ("--chunked-prefill-size", "512")
+EAGLE = (
+    *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -334,10 +338,13 @@ CASES: dict[str, Case] = {
     "adaptive_speculation": _case("--speculative-adaptive"),
     "dllm": _case("--dllm-algorithm", "LowConfidence"),
     "online_compress": _case(env={"SGLANG_OPT_USE_ONLINE_COMPRESS": "1"}),
-    "speculation": _case(
-        *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
-        *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
-    ),
+    "speculation": _case("--speculative-algorithm", "DSPARK"),
+    "speculation_topk": _case(*EAGLE, declared={"speculative_eagle_topk": 2}),
+    "speculation_layers": _case(*EAGLE, declared={"enable_multi_layer_eagle": True}),
+    "speculation_fp8": _case(*EAGLE, env={"SGLANG_DSV4_UNIFIED_KV_FP8": "1"}),
+    "speculation_ranks": _case(*EAGLE, "--tp-size", "2"),
+    "speculation_mixed_chunk": _case(*EAGLE, declared={"enable_mixed_chunk": True}),
+    "speculation_aligned": _case(*EAGLE, ALIGNED, *CHUNK),
     "pp": _case("--pp-size", "2"),
     "storage_backend": _case("--hicache-storage-backend", "mooncake"),
     "served_model_name": _case(
@@ -404,6 +411,8 @@ def test_all_that_is_wrong_is_said_at_once(model):
         ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
         ("--tp-size", "4", "--attn-dp-size", "2"),
         ("--tp-size", "2", "--hicache-storage-backend", "file"),
+        EAGLE,
+        (*EAGLE, "--hicache-storage-backend", "file"),
     ],
 )
 def test_what_is_free_to_choose_is_not_refused(args, model):
@@ -533,7 +542,9 @@ def test_engaged_builds_our_cache_with_the_byte_side(model):
     assert f"device staging {staging / 1e9:.3f} GB a rank; on this host 1 rank(s)" in message
     assert message.endswith("checks on")
     assert cache.store.capacity == 17
-    seams.require_live(*seams.When)
+    seams.require_live(*(when for when in seams.When if when is not seams.When.SPECULATING))
+    with pytest.raises(ValueError, match="_resolve_spec_v2_tokens"):
+        seams.require_live(seams.When.SPECULATING)
 
 
 @pytest.mark.usefixtures("_cpu")

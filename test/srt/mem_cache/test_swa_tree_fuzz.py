@@ -42,15 +42,20 @@ def _cpu():
 
 
 class Fuzz:
-    """One seed's walk. Small pools, few prompts that share pages, everything at random."""
+    """One seed's walk. Small pools, few prompts that share pages, everything at random. `is_eagle`: with
+    pairs of tokens for keys."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, is_eagle: bool = False) -> None:
         self.random = random.Random(seed)
         pick = self.random.choice
         # A small host pool and few truth slots are what makes eviction happen on every tier.
         ratio, slots = pick([1.2, 2.0]), pick([6, 20, 60])
         stack = make_cache(
-            make_server_args(hicache_ratio=ratio), pages=pick([28, 40]), slots=slots, rows=8
+            make_server_args(hicache_ratio=ratio),
+            pages=pick([28, 40]),
+            slots=slots,
+            rows=8,
+            is_eagle=is_eagle,
         )
         self.pages = stack.allocator.size_full // PAGE
         chance = pick([0.2, 0.6, 1.0])
@@ -198,8 +203,8 @@ class Fuzz:
         for _node, position in self.driver.walk(prompt):
             ends.append(position)
         first = rnd.choice(ends)
-        count = min(count, len(prompt) // PAGE - first)
-        if count:
+        count = min(count, driver.key_pages(prompt) - first)
+        if count > 0:
             driver.insert_from_storage(prompt, first, [driver.stamp() for _ in range(count)])
 
     def forget(self) -> None:
@@ -251,10 +256,10 @@ class Fuzz:
 
     def residence(self, prompt: array, device_only: bool):
         """(node, pages of it that the prompt covers, from host) down the prompt."""
-        from sglang.srt.mem_cache.radix_cache import RadixKey
         from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
-        key = RadixKey(prompt, limit=len(prompt) - 1).page_aligned(PAGE)
+        shorter = prompt[:-1]
+        key = self.driver.key(shorter, 0, self.driver.key_pages(shorter))
         node, position = self.cache.tree_core.root_node, 0
         while position < len(key):
             node = node.children.get(key.child_key_at(position, PAGE))
@@ -326,7 +331,7 @@ def walks():
     """The walks of all seeds, run once."""
     made = []
     for seed in range(SEEDS):
-        fuzz = Fuzz(seed)
+        fuzz = Fuzz(seed, is_eagle=seed % 3 == 2)
         fuzz.run(STEPS)
         made.append(fuzz)
     return made

@@ -308,13 +308,11 @@ class TreeDriver:
     def insert_from_storage(self, prompt: array, first: int, stamps: list[int]) -> Any:
         """Insert host pages [first, first + n) of the prompt below its deepest node that ends at
         `first`, as a storage prefetch does. Returns stock's InsertResult."""
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
         cache = self.cache
         anchor = cache.tree_core.root_node
         position = 0
         while position < first:
-            key = RadixKey(prompt[position * PAGE : first * PAGE])
+            key = self.key(prompt, position, first)
             anchor = anchor.children[key.child_key(PAGE)]
             position += len(anchor.key) // PAGE
         assert position == first, "no node ends there"
@@ -323,7 +321,7 @@ class TreeDriver:
         end = first + len(stamps)
         result = cache.tree_core.insert_host(
             anchor.id,
-            RadixKey(prompt[first * PAGE : end * PAGE]),
+            self.key(prompt, first, end),
             host,
             [f"hash{page}" for page in range(first, end)],
         )
@@ -333,11 +331,21 @@ class TreeDriver:
             self.stack.host_pool.free(unused)
         return result
 
-    def walk(self, prompt: array) -> Iterator[tuple[Any, int]]:
-        """(node, pages up to its end) for the whole nodes along a prompt, root first."""
+    def key_pages(self, prompt: array) -> int:
+        """Pages that a prompt's key has."""
+        return (len(prompt) + 1 - self.cache.key_tokens) // PAGE
+
+    def key(self, prompt: array, first: int, end: int) -> Any:
+        """The key of a prompt's pages [first, end)."""
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
-        key = RadixKey(prompt).page_aligned(PAGE)
+        more = self.cache.key_tokens - 1
+        ids = prompt[first * PAGE : end * PAGE + more]
+        return RadixKey(ids, is_bigram=self.cache.tree_core.is_eagle).page_aligned(PAGE)
+
+    def walk(self, prompt: array) -> Iterator[tuple[Any, int]]:
+        """(node, pages up to its end) for the whole nodes along a prompt, root first."""
+        key = self.key(prompt, 0, self.key_pages(prompt))
         node, position = self.cache.tree_core.root_node, 0
         while position < len(key):
             node = node.children.get(key.child_key_at(position, PAGE))

@@ -56,12 +56,11 @@ PLATFORM_ENV = {
     # Or SGLang wants a NUMA node for each rank. Cores by rank, for the thread pool of its CPU kernels,
     # which are not here: nothing is bound.
     "SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * 8),
+    # No inductor: its compilations, of the helpers of EAGLE for one, take longer than the requests.
+    "TORCH_COMPILE_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-
-# On a GPU, beside the above: no inductor, whose compilations would take longer than the requests.
-CUDA_ENV = {"TORCH_COMPILE_DISABLE": "1"}
 
 # What the platform needs, beside its device; nothing here is about HiCache or the feature.
 PLATFORM_ARGS = (
@@ -110,8 +109,7 @@ SIZE_ARGS = (
 
 def server_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a server: this process's, the platform's, then ``extra``."""
-    cuda = CUDA_ENV if activation.device() == "cuda" else {}
-    return {**os.environ, **PLATFORM_ENV, **cuda, **(extra or {})}
+    return {**os.environ, **PLATFORM_ENV, **(extra or {})}
 
 
 def server_argv(port: int, args: Sequence[str] = (), *, hicache: bool = True) -> list[str]:

@@ -24,7 +24,7 @@ help:
 	@echo "make bench-l3      what storage costs, and its fault tests, counted"
 	@echo "make bench-reuse   replay request traces without a model, write docs/reuse.md (6 minutes)"
 	@echo "make bench-gpu     what capture and restore cost on a GPU, and whether they are exact there"
-	@echo "make env    only the set-up; make lint: only ruff; make clean: remove $(VENV)"
+	@echo "make env    only the set-up; make lint: only ruff and mypy; make clean: remove $(VENV)"
 
 env: $(STAMP)
 
@@ -45,6 +45,7 @@ $(STAMP): requirements/cpu.txt requirements/dev.txt requirements/nixl.txt pyproj
 lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 test: lint
 	cd test && ../$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(TESTS)

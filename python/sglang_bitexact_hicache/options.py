@@ -117,6 +117,13 @@ class Options:
         )
 
     @property
+    def planned(self) -> Sizing:
+        """The host pools' size. ValueError where it is not settled yet."""
+        if self.sizing is None:
+            raise ValueError("the size of the host pools is not planned yet")
+        return self.sizing
+
+    @property
     def kinds(self) -> frozenset[Kind]:
         """The kinds of boundary to keep.
 

@@ -16,7 +16,7 @@ Scheduler thread only, as SGLang's own collectives on these groups are.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -84,5 +84,5 @@ class Ranks:
 
     def _least(self, numbers: Sequence[int]) -> list[int]:
         tensor = torch.tensor(numbers, dtype=torch.int64)
-        self._reduce(tensor, torch.distributed.ReduceOp.MIN)
+        cast(Reduce, self._reduce)(tensor, torch.distributed.ReduceOp.MIN)
         return tensor.tolist()

@@ -97,7 +97,7 @@ def _of_installation(server_flags: Sequence[str]) -> list[Section]:
     except configuration.Unresolved as error:
         refusal = f"SGLang does not accept these flags on this machine: {error}"
         flags = Section(
-            "flags", "Server flags", [Finding("resolved", State.PROBLEM, False, refusal)]
+            "flags", "Server flags", [Finding("resolved", State.PROBLEM, False, refusal, shown="")]
         )
         return [here, configuration.settings(), configuration.gate(), flags, seams]
     from sglang_bitexact_hicache.doctor import plan

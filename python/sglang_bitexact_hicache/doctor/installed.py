@@ -59,7 +59,7 @@ def _entry_point(flag: bool) -> list[Finding]:
         f"with the switch on too, and without a warning; add {ours[0].name} to it"
     )
     state = State.PROBLEM if flag else State.NOTE
-    return [found, Finding("loaded_by_sglang", state, False, left_out)]
+    return [found, Finding("loaded_by_sglang", state, False, left_out, shown="")]
 
 
 def seam_table(*, source_only: bool) -> Section:

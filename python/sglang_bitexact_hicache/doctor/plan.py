@@ -81,7 +81,12 @@ def _layout_section(layout: RecordLayout, fp8: bool) -> Section:
         [
             Finding("digest", State.OK, layout.digest()),
             Finding("rows", State.OK, layout.window_dtype, rows),
-            Finding("layers", State.OK, len(layout.layers), f"{len(layout.c4_layers)} of ratio 4"),
+            Finding(
+                "layers",
+                State.OK,
+                len(layout.layers),
+                f"of which {len(layout.c4_layers)} of ratio 4",
+            ),
             Finding("slot_bytes", State.OK, layout.slot_bytes),
             *(Finding(f"{p}_bytes", State.OK, layout.record_bytes(p)) for p in POOLS),
         ],
@@ -142,7 +147,12 @@ def _pools_section(record: Any, layout: RecordLayout, context_length: int) -> Se
             Finding("tail_windows", State.OK, planned.tail_slots),
             Finding("row_limit", State.OK, planned.row_limit, "slots that one request may hold"),
             Finding("bytes", State.OK, planned.nbytes, f"{planned.nbytes / 1e9:.3f} GB"),
-            Finding("ranks", State.OK, ranks, f"on a host, {ranks * planned.nbytes / 1e9:.3f} GB"),
+            Finding(
+                "ranks",
+                State.OK,
+                ranks,
+                f"on a host, {ranks * planned.nbytes / 1e9:.3f} GB together",
+            ),
             fits,
         ],
     )

@@ -50,7 +50,10 @@ def ask(url: str, *, api_key: str | None = None, timeout: float = 10.0) -> list[
     findings = [Finding("answers", State.OK, base), _version(info)]
     if not info.get("enable_metrics"):
         missing = "metrics are off there: start the server with --enable-metrics to be told more"
-        findings += [Finding("metrics", State.PROBLEM, False, missing), _engaged_without(info)]
+        findings += [
+            Finding("metrics", State.PROBLEM, False, missing, shown=""),
+            _engaged_without(info),
+        ]
         return [_section(findings), _settings(info)]
     try:
         text = _get(f"{base}/metrics", None, timeout)
@@ -144,7 +147,7 @@ def _value(values: Values, name: str, reason: str = "") -> int:
 def _health(values: Values) -> list[Finding]:
     captured, restored = _value(values, "captured_total"), _value(values, "restored_total")
     if restored:
-        restoring = Finding("restored", State.OK, restored, "hits were restored from the truth")
+        restoring = Finding("restored", State.OK, restored, "hits restored")
     else:
         why = (
             "boundaries were captured, but no prompt has come back to one yet"
@@ -158,7 +161,7 @@ def _health(values: Values) -> list[Finding]:
     used, slots = _value(values, "slots_used"), _value(values, "slots_total")
     share = f"{used:,} of {slots:,} host slots are used" if slots else "no host slots"
     findings = [
-        Finding("captured", State.OK, captured, "boundaries were captured"),
+        Finding("captured", State.OK, captured, "boundaries captured"),
         restoring,
         _verified(verified, restored),
         _alarm(
@@ -175,7 +178,7 @@ def _health(values: Values) -> list[Finding]:
 
 def _verified(verified: int, restored: int) -> Finding:
     if verified:
-        return Finding("verified", State.OK, verified, "restores were verified on the device")
+        return Finding("verified", State.OK, verified, "restores verified on the device")
     off = "the checks are off there (SGLANG_SWA_DBG_CHECKSUM)" if restored else ""
     return Finding("verified", State.NOTE, 0, off)
 
@@ -266,7 +269,7 @@ def _not_engaged(info: Mapping[str, Any]) -> Finding:
             "where the switch is on, a warning in the server's log names what is missing",
         ]
     )
-    return Finding("engaged", State.PROBLEM, False, detail)
+    return Finding("engaged", State.PROBLEM, False, detail, shown="")
 
 
 def _no_report() -> Finding:

@@ -11,6 +11,8 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -456,6 +458,20 @@ def metrics_page(ranks: int = 1, **numbers: float) -> str:
                 for rank in range(ranks)
             ]
     return "\n".join(lines) + "\n"
+
+
+def test_asking_a_server_needs_neither_sglang_nor_torch(stub):
+    stub.serve(metrics_page(restored=1))
+    code = (
+        "import sys; sys.modules.update(sglang=None, torch=None)\n"
+        "from sglang_bitexact_hicache.doctor.command import main\n"
+        f"sys.exit(main(['doctor', '--url', {stub.url!r}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "everything fits" in done.stdout
 
 
 def test_nobody_there_is_status_2(doctor):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import logging
 import os
 import re
 import socket
@@ -57,8 +58,11 @@ def _hooks():
 @pytest.fixture(autouse=True)
 def _clean_environment():
     unset = {setting.env: None for setting in options.SETTINGS}
+    # SGLang sets it when it parses arguments.
+    level = logging.root.level
     with environment(**{**unset, **ENGAGING_ENV}, SGLANG_PLUGINS=None):
         yield
+    logging.root.setLevel(level)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ WORKERS ?= 2
 # gives the same sums.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env lint test matrix soak demo bench-reuse bench-l3 bench-gpu clean
+.PHONY: help env lint test matrix soak demo dist bench-reuse bench-l3 bench-gpu clean
 
 help:
 	@echo "make demo   start the server per arm, send the rounds, print the table"
@@ -24,7 +24,8 @@ help:
 	@echo "make bench-l3      what storage costs, and its fault tests, counted"
 	@echo "make bench-reuse   replay request traces without a model, write docs/reuse.md (6 minutes)"
 	@echo "make bench-gpu     what capture and restore cost on a GPU, and whether they are exact there"
-	@echo "make env    only the set-up; make lint: only ruff; make clean: remove $(VENV)"
+	@echo "make dist   the wheel and the source distribution, into dist/"
+	@echo "make env    only the set-up; make lint: only ruff and mypy; make clean: remove $(VENV)"
 
 env: $(STAMP)
 
@@ -45,6 +46,7 @@ $(STAMP): requirements/cpu.txt requirements/dev.txt requirements/nixl.txt pyproj
 lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 test: lint
 	cd test && ../$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(TESTS)
@@ -60,6 +62,9 @@ SEED ?= 1
 
 soak: env
 	cd benchmark && ../$(BIN)/python -W ignore -m soak --minutes $(MINUTES) --kills $(KILLS) --seed $(SEED) $(SOAK_ARGS)
+
+dist: env
+	$(BIN)/python -W ignore -c "import setuptools.build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
 
 demo: env
 	$(BIN)/python benchmark/demo.py

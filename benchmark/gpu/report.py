@@ -75,7 +75,7 @@ def _table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
 
 def machine() -> str:
     """Card, software and date."""
-    today = datetime.datetime.now(datetime.timezone.utc).date()
+    today = datetime.datetime.now(datetime.UTC).date()
     return f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, {today}"
 
 

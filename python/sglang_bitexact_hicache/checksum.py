@@ -26,7 +26,7 @@ COLUMN_MULTIPLIER = 0xC2B2AE35
 
 def weights(words: int) -> np.ndarray:
     """Weights of word positions 0..words-1: int32, odd."""
-    word = np.arange(words, dtype=np.uint32)
+    word: np.ndarray = np.arange(words, dtype=np.uint32)
     x = (word // np.uint32(LINE) + np.uint32(1)) * np.uint32(MULTIPLIER)
     x = (x ^ (x >> np.uint32(SHIFT))) * np.uint32(SECOND_MULTIPLIER)
     column = word % np.uint32(LINE) * np.uint32(COLUMN_MULTIPLIER)

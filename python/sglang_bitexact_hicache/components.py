@@ -18,7 +18,7 @@ Scheduler thread only, like everything in SGLang's tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import InsertResult, MatchResult
@@ -87,7 +87,7 @@ class BxFull(FullComponent):
         is_new_leaf: bool,
         params: InsertParams,
         result: InsertResult,
-        cache_actions: list,
+        cache_actions: list[Any],
     ) -> None:
         """New leaf (UnifiedTreeCore._add_new_node): its pages are the inserting row's.
 
@@ -114,7 +114,7 @@ class BxFull(FullComponent):
         self,
         node: UnifiedTreeNode,
         phase: CacheTransferPhase,
-        transfers: list = (),
+        transfers: Sequence[Any] = (),
         **kwargs: Any,
     ) -> None:
         """Backup and load-back: the copied rows have the identity of the rows they come from.
@@ -136,9 +136,9 @@ class BxFull(FullComponent):
     def evict_component(
         self,
         node: UnifiedTreeNode,
-        device_frees: dict,
-        host_frees: dict,
-        cache_actions: list,
+        device_frees: dict[Any, Any],
+        host_frees: dict[Any, Any],
+        cache_actions: list[Any],
         target: EvictLayer = EvictLayer.DEVICE,
     ) -> tuple[int, int]:
         """Eviction, demotion and deletion of either layer: the copy is gone."""
@@ -183,7 +183,7 @@ class BxSWA(SWAComponent):
         self,
         result: MatchResult,
         params: MatchPrefixParams,
-        value_chunks: list,
+        value_chunks: list[Any],
         best_value_len: int,
     ) -> MatchResult:
         """No SWA host hit to load and no branch point: stock derives both from SWA rows."""
@@ -196,7 +196,7 @@ class BxSWA(SWAComponent):
         total_prefix_len: int,
         params: InsertParams,
         result: InsertResult,
-        cache_actions: list,
+        cache_actions: list[Any],
     ) -> None:
         """UnifiedTreeCore._unevict_node_on_insert gave the node the inserting row's pages.
 
@@ -219,11 +219,12 @@ class BxSWA(SWAComponent):
 
     def alloc_prefetch_staging(self, num_tokens: int) -> torch.Tensor | None:
         """The slot; SGLang releases it by its host index unless the commit takes it."""
-        return self.cache.truth_storage.alloc(num_tokens)
+        storage = self.cache.truth_storage
+        return None if storage is None else storage.alloc(num_tokens)
 
     def build_hicache_transfers(
         self, node: UnifiedTreeNode, phase: CacheTransferPhase, **kwargs: Any
-    ) -> list | None:
+    ) -> list[Any] | None:
         """Truth goes to storage and comes from there with KV. Between device and host it does not ride
         with nodes: it is captured and restored for a request."""
         storage = self.cache.truth_storage
@@ -239,15 +240,16 @@ class BxSWA(SWAComponent):
         self,
         node: UnifiedTreeNode,
         phase: CacheTransferPhase,
-        transfers: list = (),
+        transfers: Sequence[Any] = (),
         *,
-        cache_actions: list,
+        cache_actions: list[Any],
         insert_result: InsertResult | None = None,
         pool_storage_result: Any = None,
     ) -> None:
         """A prefetch is in the tree: its truth is published, or its slot given back."""
-        if phase == CacheTransferPhase.PREFETCH and transfers:
-            self.cache.truth_storage.commit(transfers, insert_result, pool_storage_result)
+        storage = self.cache.truth_storage
+        if phase == CacheTransferPhase.PREFETCH and transfers and storage is not None:
+            storage.commit(transfers, insert_result, pool_storage_result)
 
     def update_component_on_insert_overlap(
         self,
@@ -257,7 +259,7 @@ class BxSWA(SWAComponent):
         value_slice: Any,
         params: InsertParams,
         result: InsertResult,
-        cache_actions: list,
+        cache_actions: list[Any],
     ) -> int:
         """Overlap keeps the tree's rows: stock would re-point nodes to revive their SWA rows."""
         return prefix_len

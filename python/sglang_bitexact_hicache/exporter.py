@@ -16,10 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sglang_bitexact_hicache.metrics import Counters, StorageCounters
-from sglang_bitexact_hicache.tree import BxCache
+
+if TYPE_CHECKING:
+    from sglang_bitexact_hicache.runtime import TruthRuntime
+    from sglang_bitexact_hicache.storage import TruthStorage
+    from sglang_bitexact_hicache.tree import BxCache
 
 PREFIX = "sglang:bitexact_hicache_"
 
@@ -29,7 +33,7 @@ RESTORE_BUCKETS = (
 )
 """Upper bounds in seconds."""
 
-Read = Callable[[BxCache], Any]
+Read = Callable[["BxCache"], Any]
 
 
 class MetricType(Enum):
@@ -72,11 +76,15 @@ class Metric:
 
 
 def _counters(cache: BxCache) -> Counters:
-    return cache.truth_runtime.counters
+    return cast("TruthRuntime", cache.truth_runtime).counters
+
+
+def _storage(cache: BxCache) -> TruthStorage:
+    return cast("TruthStorage", cache.truth_storage)
 
 
 def _stored(cache: BxCache) -> StorageCounters:
-    return cache.truth_storage.counters
+    return _storage(cache).counters
 
 
 def _count(name: str, meaning: str, read: Read | Mapping[str, Read]) -> Metric:
@@ -263,7 +271,7 @@ METRICS: tuple[Metric, ...] = (
         f"{PREFIX}storage_closed",
         MetricType.GAUGE,
         "1 once storage is neither read nor written because the weights changed.",
-        lambda c: int(c.truth_storage.closed),
+        lambda c: int(_storage(c).closed),
     ),
     Metric(f"{PREFIX}slots_total", MetricType.GAUGE, "Host slots.", lambda c: c.store.capacity),
 )
@@ -367,6 +375,9 @@ def after_log_hicache_stats(result: None, reporter: Any) -> None:
 
     With metrics off, or on a rank that does not report, SGLang does not come here.
     """
+    # Not with the module: the doctor reads the table where there is neither SGLang nor torch.
+    from sglang_bitexact_hicache.tree import BxCache
+
     global _exporter
     cache = reporter.scheduler.tree_cache
     if not isinstance(cache, BxCache) or cache.truth_runtime is None:

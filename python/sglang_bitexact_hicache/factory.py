@@ -94,7 +94,7 @@ def around_create_unified_radix_cache(
     logger.info(
         "%s",
         sizing.startup_line(
-            options.sizing,
+            options.planned,
             stride=options.stride,
             ranks=ranks_of_host(ctx.server_args),
             staging_bytes=runtime.staging_bytes,

@@ -80,7 +80,9 @@ class SpanGather:
         self._count = len(sources)
         self._rows = rows
         self._staging = to_device(np.array(staging), device, pin)
-        self._chunk = self._ring_rows = self._ring_into = None
+        self._chunk: torch.Tensor | None = None
+        self._ring_rows: torch.Tensor | None = None
+        self._ring_into: torch.Tensor | None = None
         ring_rows = ring_row(slot, ring, position)
         if in_ring.all():
             self._ring_rows = to_device(ring_rows.ravel(), device, pin)
@@ -110,6 +112,7 @@ class SpanGather:
         if self._chunk is None:
             flat = ring.index_select(0, self._ring_rows)
         else:
+            assert chunk is not None, "some source has rows in the chunk"
             flat = chunk.index_select(0, self._chunk).to(into.dtype)
             if self._ring_rows is not None:
                 flat.index_copy_(0, self._ring_into, ring.index_select(0, self._ring_rows))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from sglang_bitexact_hicache.policy import DEFAULT_KINDS, Kind
@@ -34,8 +35,6 @@ ENV_CHECKSUM = "SGLANG_SWA_DBG_CHECKSUM"
 ALIGNED_ARGUMENT = "--hicache-swa-offload-aligned-prefill"
 ENV_ALIGNED = "SGLANG_HICACHE_SWA_OFFLOAD_ALIGNED_PREFILL"
 
-BOOLEAN_FLAGS = (ENV_FLAG, ENV_ALLOW_NON_HIP, ENV_CHECKSUM, ENV_ALIGNED)
-
 ENV_BACKEND = "SGLANG_HACK_FLASHMLA_BACKEND"
 BACKEND = "unified_kv_triton"
 """SGLang's own variable, and the value with which the feature engages."""
@@ -53,12 +52,97 @@ ENV_ROW_LIMIT = "SGLANG_SWA_HICACHE_STATE_STAGING_PAGES"
 DEFAULT_STRIDE = 1
 DEFAULT_POINTS = ",".join(kind.value for kind in Kind if kind in DEFAULT_KINDS)
 
-# Names on the ServerArgs record.
-_STRIDE_ATTRIBUTE = "_hicache_swa_offload_page_stride"
-_TAIL_ATTRIBUTE = "_hicache_swa_offload_tail_slots"
-_POINTS_ATTRIBUTE = "_hicache_swa_offload_reuse_points"
-_ALIGNED_ATTRIBUTE = "_hicache_swa_offload_aligned_prefill"
 _DRAM_ATTRIBUTE = "_bitexact_hicache_available_dram"
+"""Its name on the ServerArgs record: the launcher's reading of free host memory."""
+
+
+class Origin(Enum):
+    """Where a setting's value comes from."""
+
+    ARGUMENT = "command line"
+    ENVIRONMENT = "environment"
+    DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One of the feature's settings.
+
+    Attributes:
+        env: its environment variable.
+        type: bool, int or str.
+        default: its value where neither the command line nor the environment has one; None: a formula.
+        meaning: in a few words, the formula of a default included.
+        argument: the command-line argument with the same meaning, which wins; None where there is none.
+    """
+
+    env: str
+    type: type
+    default: bool | int | str | None
+    meaning: str
+    argument: str | None = None
+
+    @property
+    def attribute(self) -> str | None:
+        """Where the argument's value travels on the ServerArgs record; None where there is none."""
+        return self.argument and self.argument.removeprefix("-").replace("-", "_")
+
+    def in_force(self, server_args: Any = None) -> tuple[Any, Origin]:
+        """The value that a server with these arguments would run with, and where it comes from.
+
+        Args:
+            server_args: a ServerArgs record, None for the environment alone.
+
+        Raises:
+            ValueError: a number in the environment is not an integer.
+        """
+        if server_args is not None and self.attribute is not None:
+            carried = vars(server_args).get(self.attribute)
+            if carried is not None:
+                return carried, Origin.ARGUMENT
+        text = os.environ.get(self.env, "").strip()
+        if not text:
+            return self.default, Origin.DEFAULT
+        if self.type is bool:
+            return env_flag(self.env), Origin.ENVIRONMENT
+        return (_integer(self.env, text) if self.type is int else text), Origin.ENVIRONMENT
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(ENV_FLAG, bool, False, "the feature"),
+    Setting(
+        ENV_STRIDE, int, DEFAULT_STRIDE, "pages between two boundaries of the grid", STRIDE_ARGUMENT
+    ),
+    Setting(
+        ENV_TAIL,
+        int,
+        None,
+        "host slots off the grid (2 a request row and 1 for every 6 host pages off the grid)",
+        TAIL_ARGUMENT,
+    ),
+    Setting(
+        ENV_ALIGNED,
+        bool,
+        False,
+        "chunks end, and prefixes are reused, at whole chunks only",
+        ALIGNED_ARGUMENT,
+    ),
+    Setting(
+        ENV_POINTS, str, DEFAULT_POINTS, "which boundaries are worth a host slot", POINTS_ARGUMENT
+    ),
+    Setting(
+        ENV_ROW_LIMIT,
+        int,
+        None,
+        "host slots that one request may hold (the grid of its longest prompt and 1, at most 1.5 times "
+        "the slots)",
+    ),
+    Setting(ENV_CHECKSUM, bool, False, "every restore is verified on the device and logged"),
+    Setting(ENV_ALLOW_NON_HIP, bool, False, "the ROCm condition is lifted, for tests"),
+)
+"""Every setting of the feature."""
+
+BOOLEAN_FLAGS = tuple(setting.env for setting in SETTINGS if setting.type is bool)
 
 
 @dataclass(frozen=True)
@@ -96,25 +180,23 @@ class Options:
         Raises:
             ValueError: a number in the environment is not an integer.
         """
-        carried = vars(server_args)
-        stride = carried.get(_STRIDE_ATTRIBUTE)
-        tail = carried.get(_TAIL_ATTRIBUTE)
-        points = carried.get(_POINTS_ATTRIBUTE)
-        if points is None:
-            points = os.environ.get(ENV_POINTS, "").strip() or DEFAULT_POINTS
-        if stride is None:
-            stride = _integer_from_env(ENV_STRIDE)
-        if tail is None:
-            tail = _integer_from_env(ENV_TAIL)
+        value = {setting.env: setting.in_force(server_args)[0] for setting in SETTINGS}
         return cls(
-            stride=DEFAULT_STRIDE if stride is None else stride,
-            tail_slots=tail,
-            reuse_points=points,
-            aligned_prefill=bool(carried.get(_ALIGNED_ATTRIBUTE)) or env_flag(ENV_ALIGNED),
-            row_limit=_integer_from_env(ENV_ROW_LIMIT),
-            checksum=env_flag(ENV_CHECKSUM),
-            available_dram=carried.get(_DRAM_ATTRIBUTE),
+            stride=value[ENV_STRIDE],
+            tail_slots=value[ENV_TAIL],
+            reuse_points=value[ENV_POINTS],
+            aligned_prefill=value[ENV_ALIGNED],
+            row_limit=value[ENV_ROW_LIMIT],
+            checksum=value[ENV_CHECKSUM],
+            available_dram=vars(server_args).get(_DRAM_ATTRIBUTE),
         )
+
+    @property
+    def planned(self) -> Sizing:
+        """The host pools' size. ValueError where it is not settled yet."""
+        if self.sizing is None:
+            raise ValueError("the size of the host pools is not planned yet")
+        return self.sizing
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -168,12 +250,9 @@ def check_env_flags() -> None:
         raise ValueError("; ".join(problems))
 
 
-def _integer_from_env(name: str) -> int | None:
+def _integer(name: str, text: str) -> int:
     # Not through EnvInt: that falls back to the default on a typo, and a pool of the wrong size
     # would be the only sign of it.
-    text = os.environ.get(name, "").strip()
-    if not text:
-        return None
     try:
         return int(text)
     except ValueError:
@@ -184,17 +263,12 @@ def install_env_fields() -> None:
     """Declares the feature's environment variables on SGLang's `Envs`. Idempotent."""
     from sglang.srt.environ import EnvBool, EnvField, EnvInt, Envs, EnvStr
 
-    fields = {
-        ENV_FLAG: EnvBool(False),
-        ENV_ALLOW_NON_HIP: EnvBool(False),
-        ENV_CHECKSUM: EnvBool(False),
-        ENV_STRIDE: EnvInt(DEFAULT_STRIDE),
-        ENV_TAIL: EnvInt(None),
-        ENV_POINTS: EnvStr(DEFAULT_POINTS),
-        ENV_ALIGNED: EnvBool(False),
-        ENV_ROW_LIMIT: EnvInt(None),
+    makers = {bool: EnvBool, int: EnvInt, str: EnvStr}
+    missing = {
+        setting.env: makers[setting.type](setting.default)
+        for setting in SETTINGS
+        if setting.env not in vars(Envs)
     }
-    missing = {name: field for name, field in fields.items() if name not in vars(Envs)}
     if not missing:
         return
     # `Envs` closes its own namespace with this switch, so that `a = envs.A` is caught.
@@ -257,10 +331,9 @@ def after_from_cli_args(server_args: Any, cls: type, args: argparse.Namespace) -
     A parser that was built before the plugins were loaded does not have them.
     """
     given = vars(args)
-    setattr(server_args, _STRIDE_ATTRIBUTE, given.get("hicache_swa_offload_page_stride"))
-    setattr(server_args, _TAIL_ATTRIBUTE, given.get("hicache_swa_offload_tail_slots"))
-    setattr(server_args, _POINTS_ATTRIBUTE, given.get("hicache_swa_offload_reuse_points"))
-    setattr(server_args, _ALIGNED_ATTRIBUTE, given.get("hicache_swa_offload_aligned_prefill"))
+    for setting in SETTINGS:
+        if setting.attribute is not None:
+            setattr(server_args, setting.attribute, given.get(setting.attribute[1:]))
 
 
 def carry_available_dram(server_args: Any, nbytes: int) -> None:

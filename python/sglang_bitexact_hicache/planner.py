@@ -14,7 +14,7 @@ import logging
 from collections import defaultdict, deque
 from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sglang_bitexact_hicache.constants import PAGE_SIZE
 from sglang_bitexact_hicache.lineage import UNKNOWN
@@ -94,7 +94,7 @@ class CapturePlanner:
 
     def hit(self, req: Any, lineage: int) -> None:
         """The request resumes at its final `prefix_len` from this page's truth."""
-        slots, slot = self.store.slots, self.store.lookup(lineage)
+        slots, slot = self.store.slots, cast(int, self.store.lookup(lineage))
         trail = self._trails[req]
         # A point that nobody else used hangs, for its worth, on the one above it.
         below = 0 if slots.uses(slot) else slots.worth(slot)
@@ -133,10 +133,10 @@ class CapturePlanner:
             kept = most_wanted(kept, room)
         wanted = (self._reserve(req, boundary, keep) for boundary, keep in dearest_first(kept))
         found = sorted((w for w in wanted if w is not None), key=lambda w: w.boundary)
-        points = [w.lineage for w in found if w.keep is Keep.POINT]
-        if points:
+        lineages = [w.lineage for w in found if w.keep is Keep.POINT]
+        if lineages:
             self._pass(req)
-            self._trails[req].prompt += points
+            self._trails[req].prompt += lineages
         return found
 
     def decode(self, req: Any, boundary: int, room: int | None = None) -> Wanted | None:
@@ -202,7 +202,7 @@ class CapturePlanner:
         left = [*trail.prompt, *(lineage for _, lineage in trail.newest)]
         left = [lineage for lineage in left if lineage in self.store]
         if left:
-            if self.store.slots.keep(self.store.lookup(left[-1])) is not Keep.USED:
+            if self.store.slots.keep(cast(int, self.store.lookup(left[-1]))) is not Keep.USED:
                 self.store.reclass(left[-1], Keep.POINT)
             for lineage in (trail.came_from, *left[:-1]):
                 self.store.passed(lineage)

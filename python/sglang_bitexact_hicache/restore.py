@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from sglang_bitexact_hicache.pipeline import RecordPipeline
 from sglang_bitexact_hicache.transfer import Event
@@ -74,12 +75,12 @@ class RestorePipeline(RecordPipeline):
             pending = [r for r in pending if id(r) not in applied]
 
     def _scatter(self, wave: Sequence[Restore]) -> None:
-        staging = [r.staging for r in wave]
+        staging = [cast(int, r.staging) for r in wave]
         rows, boundaries = [r.row for r in wave], [r.boundary for r in wave]
         # Its own copy travels while those of the records still do.
         index = self._mover.scatter_index(rows, boundaries, staging)
         for restore in wave:
-            restore.copied.wait()
+            cast(Event, restore.copied).wait()
         self._mover.scatter(index)
         self.staging.give_back(staging, self._lane.mark())
         self._counters.restored += len(wave)

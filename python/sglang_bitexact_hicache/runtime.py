@@ -148,7 +148,7 @@ class TruthRuntime:
         round_tokens = tokens_of_a_round(server_args)
         check_rings(view, round_tokens)
         pin = is_pin_memory_available(view.device)
-        slots = options.sizing.slots
+        slots = options.planned.slots
         ranks = Ranks.of(cache)
         ranks.require_same(
             {
@@ -157,7 +157,7 @@ class TruthRuntime:
                 "kinds of reuse points": sum(
                     1 << i for i, k in enumerate(Kind) if k in options.kinds
                 ),
-                "row limit": options.sizing.row_limit,
+                "row limit": options.planned.row_limit,
                 "largest extend": largest_extend(server_args),
                 "draft tokens": round_tokens,
                 "aligned prefill": options.aligned_prefill,
@@ -173,7 +173,7 @@ class TruthRuntime:
             pools,
             stride=options.stride,
             kinds=options.kinds,
-            row_limit=options.sizing.row_limit,
+            row_limit=options.planned.row_limit,
             chunk_tokens=largest_extend(server_args),
             round_tokens=round_tokens,
             debug=options.checksum,
@@ -214,7 +214,7 @@ class TruthRuntime:
         agreed = self._ranks.all_of([truth is not None for truth in found])
         truths = {}
         for req, truth, everywhere in zip(hits, found, agreed, strict=True):
-            if everywhere:
+            if truth is not None and everywhere:
                 truths[id(req)] = truth
                 continue
             self.counters.restore_impossible += 1
@@ -331,11 +331,11 @@ class TruthRuntime:
         for restore in restores:
             self._unlock(restore)
         if self._checks is not None:
-            self._verify(due)
+            self._verify(self._checks, due)
 
-    def _verify(self, due: Sequence[tuple[Any, Restore]]) -> None:
+    def _verify(self, checks: DebugChecks, due: Sequence[tuple[Any, Restore]]) -> None:
         """What is wrong on one rank is discarded on all: the batch is the same everywhere."""
-        right = [self._checks.verify(req, restore) for req, restore in due]
+        right = [checks.verify(req, restore) for req, restore in due]
         agreed = self._ranks.all_of(right)
         for (req, _), here, everywhere in zip(due, right, agreed, strict=True):
             if not everywhere:

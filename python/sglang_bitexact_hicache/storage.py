@@ -25,7 +25,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -53,6 +53,7 @@ from sglang_bitexact_hicache.stored_pages import StoredPages
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
+    from sglang_bitexact_hicache.runtime import TruthRuntime
     from sglang_bitexact_hicache.tree import BxCache
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,6 @@ class TruthStorage:
         self.landing = Landing()
         self.closed = False
         """Storage is neither read nor written any more: its names do not fit this server's weights."""
-        self.kv: HostKv | None = None
         self.scratch: torch.Tensor | None = None
         """Host indices of one page of SGLang's KV pools, for the backup thread to read into."""
         self._pages: dict[int, KvPage] = {}
@@ -113,7 +113,7 @@ class TruthStorage:
 
     def bind(self, cache: BxCache) -> None:
         """Join the cache that was built, its truth store and its host pools."""
-        runtime = cache.truth_runtime
+        runtime = cast("TruthRuntime", cache.truth_runtime)
         self.cache = cache
         self.ranks = Ranks.of(cache)
         self.store = cache.store
@@ -228,7 +228,8 @@ class TruthStorage:
             return  # its write is still to come
         if self.write_transfers(node) is not None:
             job, self._prepared = self._prepared, None
-            self._submit_alone(node, job)
+            if job is not None:
+                self._submit_alone(node, job)
 
     # ---- fetch
 
@@ -315,7 +316,7 @@ class TruthStorage:
             unknown = sum(copy.ids.count(UNKNOWN) for copy in hosts if copy is not None)
             self.cache.gate_counters.unknown_pages += unknown
             return
-        self.cache.truth_runtime.slot_landed(slot)
+        cast("TruthRuntime", self.cache.truth_runtime).slot_landed(slot)
         pages = len(job.hashes)
         self.ranks.note("from storage P=%d slot=%d", len(job.digests) * PAGE_SIZE, slot)
         if self.store.publish(lineage, slot, Keep.POINT, pages):
@@ -356,7 +357,8 @@ class TruthStorage:
     def _unheard(self) -> list[Any]:
         """The prefetches that have host pages and whose end SGLang did not hear of: the ones that its IO
         thread had no time for, and the ones that it did not acknowledge to the scheduler."""
-        controller, operations = self.cache.cache_controller, []
+        controller = self.cache.cache_controller
+        operations: list[Any] = []
         if controller.prefetch_buffer is None:
             return operations  # nothing was ever attached
         for queue in (controller.prefetch_sync_queue, controller.ack_prefetch_queue):

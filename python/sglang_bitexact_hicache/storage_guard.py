@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +86,7 @@ class TruthTransfer(PoolTransfer):
     job: Any = None
 
 
-def fetch_transfers(pools: dict[str, PoolName], job: Fetch) -> list[PoolTransfer]:
+def fetch_transfers(pools: Mapping[str, PoolName], job: Fetch) -> list[PoolTransfer]:
     """What a component gives SGLang for a prefetch: the primary pool and the two that share its slot."""
     return [
         TruthTransfer(

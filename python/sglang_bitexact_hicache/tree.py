@@ -196,7 +196,9 @@ class BxCache(UnifiedRadixCache):
         if sum(len(node.key) for node in path) != req.prefix_len:
             return None
         lineage = chain_end(self.copies.of(node.id).dev for node in path)
-        slot = None if lineage is None else self.store.lookup(lineage)
+        if lineage is None:
+            return None
+        slot = self.store.lookup(lineage)
         return None if slot is None else (lineage, slot)
 
     def pop_loaded_tokens(self, req: Req) -> int:
@@ -302,14 +304,15 @@ class BxCache(UnifiedRadixCache):
             options.get("served_model_name"),
             ranks=self.tp_world_size,
         )
-        if problem is None and self.truth_storage is None:
-            problem = "this cache was built without storage"
-        if problem is None and self.truth_storage.closed:
-            problem = "the model's weights changed since this server started; restart it"
-        if problem is not None:
+        storage = self.truth_storage
+        if storage is None:
+            problem = problem or "this cache was built without storage"
+        elif storage.closed:
+            problem = problem or "the model's weights changed since this server started; restart it"
+        if problem is not None or storage is None:
             return False, f"bit-exact HiCache: {problem}"
         attached = super().attach_storage_backend(storage_backend, **options)
-        self.truth_storage.attached()
+        storage.attached()
         return attached
 
     def detach_storage_backend(self) -> tuple[bool, str]:
@@ -338,7 +341,8 @@ class BxCache(UnifiedRadixCache):
     ) -> bool | None:
         """Only behind a prefix that can be proved, and no KV that host memory holds (but for a page). And
         storage is always asked: what it said for another request does not say where a record is."""
-        if not self.enable_storage or not self.truth_storage.provable(last_host_node_id):
+        storage = self.truth_storage
+        if not self.enable_storage or storage is None or not storage.provable(last_host_node_id):
             return None
         options.pop("storage_hit_end", None)
         key = RadixKey(
@@ -347,7 +351,7 @@ class BxCache(UnifiedRadixCache):
             is_bigram=self.tree_core.is_eagle,
             cache_salt=options.get("cache_salt"),
         ).page_aligned(self._page_size)
-        anchor, tokens = self.truth_storage.anchor_of(last_host_node_id, key)
+        anchor, tokens = storage.anchor_of(last_host_node_id, key)
         if tokens:
             last_host_node_id, last_hash = anchor, self.get_last_hash_value(anchor)
             prefix_keys = prefix_keys and self.get_prefix_hash_values(anchor)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 from sglang_bitexact_hicache.lineage import Lineages
 from sglang_bitexact_hicache.policy import Keep
@@ -77,7 +78,7 @@ class TruthStore:
         if victim is None:
             self.counters.reserve_failed += keep is not Keep.FILL
             return None
-        del self._slot_of[self.slots.owner(victim)]
+        del self._slot_of[cast(int, self.slots.owner(victim))]
         self.slots.retire(victim)
         self.counters.evicted += 1
         return self.slots.take()
@@ -138,7 +139,7 @@ class TruthStore:
         """The slot with the lineage's truth, or None. Not a use: recency does not change."""
         return self._slot_of.get(lineage)
 
-    def __contains__(self, lineage: int) -> bool:
+    def __contains__(self, lineage: object) -> bool:
         return lineage in self._slot_of
 
     def __len__(self) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from compare.options import Options
-from dsv4_reference_platform.launch import Server
+from dsv4_reference_platform.launch import Server, ServerError
 
 FLAG = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
 CHECKS = "SGLANG_SWA_DBG_CHECKSUM"
@@ -81,12 +82,19 @@ def port_of(command: Sequence[str]) -> int:
     return DEFAULT_PORT
 
 
+def _listens(port: int) -> bool:
+    """Whether anything accepts connections at a port of the loopback address."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 @contextmanager
 def serve(key: str, options: Options, logs: Path) -> Iterator[Endpoint]:
     """The server of an arm, for as long as the block runs.
 
     Raises:
-        ServerError: it did not come up; with the end of its log.
+        ServerError: it did not come up, with the end of its log; or something else listens at its port,
+            and would be measured in its place.
     """
     if key in options.urls:
         yield Endpoint(options.urls[key], None)
@@ -94,6 +102,10 @@ def serve(key: str, options: Options, logs: Path) -> Iterator[Endpoint]:
     log, env = logs / f"{key}.log", ARMS[key].env
     if options.command:
         server = CommandServer(options.command, env, log, options.start_timeout)
+        if _listens(server.port):
+            raise ServerError(
+                f"port {server.port} is in use: stop what listens there, or see --port"
+            )
     else:
         # The reference platform is no ROCm; this alone changes nothing in any arm.
         env = {**env, "SGLANG_UNIFIED_KV_BIT_EXACT_ALLOW_NON_HIP": "1"}

@@ -21,6 +21,7 @@ from compare import arms, clients, counters, measure, options, report, workloads
 from compare.clients import Score, Speed
 from compare.counters import Counts
 from compare.measure import Measured, ScorePass, SpeedPass
+from dsv4_reference_platform.launch import ServerError, free_port
 
 SHARED = "shared prefix 0.6"
 
@@ -96,6 +97,45 @@ def test_a_server_of_any_command(tmp_path, monkeypatch):
     assert server.env[arms.FLAG] == "1" and "SGLANG_PLATFORM" not in server.env
     assert arms.port_of(["serve", "--port=5"]) == 5
     assert arms.port_of(["serve"]) == arms.DEFAULT_PORT
+
+
+STAND_IN = """
+import os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+print("flag", os.environ["SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"], flush=True)
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def test_the_command_is_started_in_each_arm_and_stopped(tmp_path):
+    (tmp_path / "serve.py").write_text(STAND_IN)
+    port = str(free_port())
+    command = (sys.executable, str(tmp_path / "serve.py"), "--port", port, "--enable-metrics")
+    chosen = parse("--start-timeout", "60", "--", *command)
+    for key, flag in (("off", "0"), ("dev", "1")):
+        with arms.serve(key, chosen, tmp_path) as endpoint:
+            assert endpoint.url == f"http://127.0.0.1:{port}"
+            assert endpoint.log.read_text().splitlines()[0] == f"flag {flag}"
+            # A server that is in the way would be measured under another's name.
+            with (
+                pytest.raises(ServerError, match=f"port {port} is in use"),
+                arms.serve("python", chosen, tmp_path),
+            ):
+                pass
+        with pytest.raises(OSError):
+            counters.read(endpoint.url, None)
+
+
+def test_a_running_server_is_left_alone(tmp_path):
+    chosen = parse("--dev-url", "http://127.0.0.1:1")
+    with arms.serve("dev", chosen, tmp_path) as endpoint:
+        assert endpoint == ("http://127.0.0.1:1", None)
 
 
 def test_every_arm_is_sent_the_same(tmp_path):

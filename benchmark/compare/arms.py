@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -45,10 +45,12 @@ DEFAULT_PORT = 30000
 
 
 class Endpoint(NamedTuple):
-    """A server that answers; its log, where this program started it."""
+    """A server that answers; its log, where this program started it; where it computes on the CPU, the
+    CPU seconds that its processes have used so far."""
 
     url: str
-    log: Path | None
+    log: Path | None = None
+    cpu_seconds: Callable[[], float] | None = None
 
 
 class CommandServer(Server):
@@ -97,7 +99,7 @@ def serve(key: str, options: Options, logs: Path) -> Iterator[Endpoint]:
             and would be measured in its place.
     """
     if key in options.urls:
-        yield Endpoint(options.urls[key], None)
+        yield Endpoint(options.urls[key])
         return
     log, env = logs / f"{key}.log", ARMS[key].env
     if options.command:
@@ -111,4 +113,4 @@ def serve(key: str, options: Options, logs: Path) -> Iterator[Endpoint]:
         env = {**env, "SGLANG_UNIFIED_KV_BIT_EXACT_ALLOW_NON_HIP": "1"}
         server = Server(REFERENCE_ARGS, env, log_path=log, start_timeout=options.start_timeout)
     with server:
-        yield Endpoint(server.url, log)
+        yield Endpoint(server.url, log, None if options.command else server.cpu_seconds)

@@ -22,10 +22,12 @@ Say = Callable[[str], None]
 
 @dataclass
 class SpeedPass:
-    """One pass of a speed workload; `counts` is what the server counted meanwhile."""
+    """One pass of a speed workload; `counts` is what the server counted meanwhile, `cpu_seconds` what its
+    processes used (with the request that warms it up)."""
 
     speed: Speed
     counts: Counts | None
+    cpu_seconds: float | None = None
 
 
 @dataclass
@@ -61,31 +63,33 @@ def run(
         ClientError: a client failed.
     """
     url, measured = endpoint.url, Measured()
+    cpu = endpoint.cpu_seconds
 
-    def counted(call: Callable[[], Any]) -> tuple[Any, Counts | None]:
+    def counted(call: Callable[[], Any]) -> tuple[Any, Counts | None, float | None]:
         counters.flush(url)
-        before = counters.read(*endpoint)
+        before, cpu_before = counters.read(url, endpoint.log), cpu and cpu()
         result = call()
-        after = counters.read(*endpoint)
-        return result, after.since(before or Counts()) if after else None
+        seconds = cpu and cpu() - cpu_before
+        after = counters.read(url, endpoint.log)
+        return result, after.since(before or Counts()) if after else None, seconds
 
     for workload in speeds:
         measured.speeds[workload.name] = []
     for repeat in range(options.sizes.repeats):
         for workload in speeds:
-            speed, counts = counted(
+            speed, counts, seconds = counted(
                 lambda workload=workload: clients.bench(
                     url, workload, scratch, options.tokenizer, options.client_timeout
                 )
             )
-            measured.speeds[workload.name].append(SpeedPass(speed, counts))
+            measured.speeds[workload.name].append(SpeedPass(speed, counts, seconds))
             restored = "" if counts is None else f", restored {counts.restored}"
             say(
                 f"{workload.name}, pass {repeat + 1}: {speed.prompt_tok_s:.0f} prompt tok/s, "
                 f"cached {speed.cached_tokens}{restored}"
             )
     for evaluation in evaluations:
-        score, counts = counted(
+        score, counts, _ = counted(
             lambda evaluation=evaluation: clients.evaluate(
                 url, evaluation, scratch, options.client_timeout
             )
@@ -128,7 +132,10 @@ def _measured(arm: dict[str, Any]) -> Measured:
 
     return Measured(
         speeds={
-            name: [SpeedPass(Speed(*one["speed"]), counts(one["counts"])) for one in passes]
+            name: [
+                SpeedPass(Speed(*one["speed"]), counts(one["counts"]), one["cpu_seconds"])
+                for one in passes
+            ]
             for name, passes in arm["speeds"].items()
         },
         scores={

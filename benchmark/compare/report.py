@@ -15,6 +15,10 @@ Values = Mapping[str, Sequence[float]]
 """What every pass of an arm gave, by arm."""
 
 
+Differ = Callable[[Sequence[float], Sequence[float]], str]
+"""The difference of the second arm's values from the first's, as text."""
+
+
 class Metric(NamedTuple):
     """A row of the table for each workload: its name, how it is read, its decimals."""
 
@@ -29,6 +33,7 @@ class Metric(NamedTuple):
 
 SPEED_METRICS = (
     Metric("prompt tok/s", lambda p: p.speed.prompt_tok_s, 0, of_decode=False),
+    Metric("server CPU, s", lambda p: p.cpu_seconds, 1),
     Metric("median TPOT, ms", lambda p: p.speed.tpot_ms, 1),
     Metric("peak output tok/s", lambda p: p.speed.peak_output_tok_s, 0),
     Metric("cached tokens", lambda p: p.speed.cached_tokens, 0),
@@ -50,18 +55,17 @@ def table(arms: Mapping[str, Measured]) -> str:
     pairs = [(a, "dev") for a in ("off", "python") if a in arms and "dev" in arms]
     header += [f"dev − {ARMS[a].title}" for a, _ in pairs]
     rows = []
-    for label, metric, values, decimals in _metrics(arms):
+    for label, metric, values, decimals, differ in _metrics(arms):
         cells = [spread(values[key], decimals) if key in values else "-" for key in keys]
         differences = [
-            difference(values[a], values[b]) if a in values and b in values else "-"
-            for a, b in pairs
+            differ(values[a], values[b]) if a in values and b in values else "-" for a, b in pairs
         ]
         rows.append([label, metric, *cells, *differences])
     return tabulate(rows, header, tablefmt="github", disable_numparse=True)
 
 
-def _metrics(arms: Mapping[str, Measured]) -> Iterator[tuple[str, str, Values, int]]:
-    """The rows: workload, metric, values by arm (only arms that have one), decimals."""
+def _metrics(arms: Mapping[str, Measured]) -> Iterator[tuple[str, str, Values, int, Differ]]:
+    """The rows: workload, metric, values by arm (only arms that have one), decimals, their difference."""
     metrics = (*SPEED_METRICS, VERIFIED) if "checked" in arms else SPEED_METRICS
     for workload in _names(m.speeds for m in arms.values()):
         for metric in metrics:
@@ -73,16 +77,16 @@ def _metrics(arms: Mapping[str, Measured]) -> Iterator[tuple[str, str, Values, i
                 if (read := _read(metric, arm.speeds.get(workload, ())))
             }
             if values and (metric.when_zero or any(map(any, values.values()))):
-                yield workload, metric.name, values, metric.decimals
+                yield workload, metric.name, values, metric.decimals, difference
     for evaluation in _names(m.scores for m in arms.values()):
         scores = {key: m.scores[evaluation] for key, m in arms.items() if evaluation in m.scores}
-        yield evaluation, "accuracy", {k: [s.score.accuracy] for k, s in scores.items()}, 3
+        yield evaluation, "accuracy", {k: [s.score.accuracy] for k, s in scores.items()}, 3, points
         invalid = {k: [s.score.invalid] for k, s in scores.items() if s.score.invalid is not None}
         if invalid:
-            yield evaluation, "invalid", invalid, 3
+            yield evaluation, "invalid", invalid, 3, points
         restored = {k: [s.counts.restored] for k, s in scores.items() if s.counts}
         if restored:
-            yield evaluation, "restored hits", restored, 0
+            yield evaluation, "restored hits", restored, 0, difference
 
 
 def _names(groups) -> list[str]:
@@ -109,6 +113,11 @@ def difference(base: Sequence[float], other: Sequence[float]) -> str:
     apart = max(base) < min(other) or max(other) < min(base)
     same = list(base) == list(other)
     return f"{percent:+.1f} %" + ("" if apart or same else " ~")
+
+
+def points(base: Sequence[float], other: Sequence[float]) -> str:
+    """Of two fractions of 1, as such."""
+    return f"{mean(other) - mean(base):+.3f}"
 
 
 LEGEND = (

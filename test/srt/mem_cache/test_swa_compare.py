@@ -120,7 +120,8 @@ def test_the_command_is_started_in_each_arm_and_stopped(tmp_path):
     chosen = parse("--start-timeout", "60", "--", *command)
     for key, flag in (("off", "0"), ("dev", "1")):
         with arms.serve(key, chosen, tmp_path) as endpoint:
-            assert endpoint.url == f"http://127.0.0.1:{port}"
+            # A command's server is a GPU's: what its processes use of the CPU says nothing.
+            assert endpoint.url == f"http://127.0.0.1:{port}" and endpoint.cpu_seconds is None
             assert endpoint.log.read_text().splitlines()[0] == f"flag {flag}"
             # A server that is in the way would be measured under another's name.
             with (
@@ -135,7 +136,7 @@ def test_the_command_is_started_in_each_arm_and_stopped(tmp_path):
 def test_a_running_server_is_left_alone(tmp_path):
     chosen = parse("--dev-url", "http://127.0.0.1:1")
     with arms.serve("dev", chosen, tmp_path) as endpoint:
-        assert endpoint == ("http://127.0.0.1:1", None)
+        assert endpoint == ("http://127.0.0.1:1", None, None)
 
 
 def test_every_arm_is_sent_the_same(tmp_path):
@@ -217,11 +218,12 @@ def test_counts_are_summed_over_ranks():
 def small_server():
     """A server on the loopback address with the metrics above; the paths that were asked for."""
     asked = []
+    known = {"/metrics", "/flush_cache?timeout=60"}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             asked.append(self.path)
-            self.send_response(200 if self.path == "/metrics" else 404)
+            self.send_response(200 if self.path in known else 404)
             self.end_headers()
             self.wfile.write(PAGE_OF_METRICS.encode())
 
@@ -247,8 +249,42 @@ def test_counts_of_a_running_server(small_server, tmp_path):
     assert counters.read(url, log) == Counts(10, 1, 1, 256)
     assert counters.read(f"{url}/elsewhere", None) is None
     with pytest.raises(OSError):
-        counters.flush(url)
-    assert asked[-1] == "/flush_cache?timeout=60"
+        counters.flush(url, timeout=1)
+    assert asked[-1] == "/flush_cache?timeout=0.5"
+
+
+def test_each_pass_begins_with_an_empty_cache_and_its_own_counts(
+    small_server, tmp_path, monkeypatch
+):
+    url, asked = small_server
+    cpu = iter(range(100))
+
+    def bench(*args):
+        asked.append("bench")
+        return speed(1000)
+
+    def evaluate(*args):
+        asked.append("evaluate")
+        return Score(0.5, None, None)
+
+    monkeypatch.setattr(clients, "bench", bench)
+    monkeypatch.setattr(clients, "evaluate", evaluate)
+    chosen = parse("--workloads", "shared", "gsm8k", "--shares", "0.6", "--repeats", "2")
+    said: list[str] = []
+    measured = measure.run(
+        arms.Endpoint(url, None, lambda: next(cpu)),
+        list(workloads.speed(chosen, tmp_path)),
+        workloads.evaluations(chosen, tmp_path),
+        chosen,
+        tmp_path,
+        said.append,
+    )
+    around = ["/flush_cache?timeout=60", "/metrics", "bench", "/metrics"]
+    assert asked == [*around, *around, *around[:2], "evaluate", "/metrics"]
+    # Nothing was counted by this server meanwhile, whatever it had counted before.
+    assert measured.speeds == {SHARED: [SpeedPass(speed(1000), Counts(), 1)] * 2}
+    assert measured.scores == {"gsm8k": ScorePass(Score(0.5, None, None), Counts())}
+    assert len(said) == 3 and measured.tree_core is None
 
 
 def speed(rate: float, cached: int = 4608, completed: int = 8) -> Speed:
@@ -256,7 +292,8 @@ def speed(rate: float, cached: int = 4608, completed: int = 8) -> Speed:
 
 
 def one(rates, counts, accuracy=None, **fields) -> Measured:
-    measured = Measured({SHARED: [SpeedPass(speed(rate, **fields), counts) for rate in rates]})
+    passes = [SpeedPass(speed(rate, **fields), counts, 9.0) for rate in rates]
+    measured = Measured({SHARED: passes})
     if accuracy is not None:
         measured.scores["gsm8k"] = ScorePass(Score(accuracy, 0.001, 9.0), counts)
     return measured
@@ -284,8 +321,9 @@ def test_the_table_and_the_last_line():
         "1010 (1000 to 1020)", "1002 (990 to 1015)", "975 (950 to 1000)", "-3.5 % ~", "-2.7 % ~",
     ]  # fmt: skip
     assert rows[SHARED, "cached tokens"] == ["4608", "4608", "4608", "+0.0 %", "+0.0 %"]
+    assert rows[SHARED, "server CPU, s"] == ["9.0", "9.0", "9.0", "+0.0 %", "+0.0 %"]
     assert rows[SHARED, "restored hits"] == ["-", "-", "6", "-", "-"]
-    assert rows["gsm8k", "accuracy"] == ["0.940", "0.940", "0.942", "+0.2 %", "+0.2 %"]
+    assert rows["gsm8k", "accuracy"] == ["0.940", "0.940", "0.942", "+0.002", "+0.002"]
     assert not any("verified" in name or "without truth" in name for _, name in rows)
     # 20,000 tokens in 19.8 s, and in 20.5 s.
     assert report.last_line(three()) == (

@@ -433,7 +433,7 @@ def report(off: Arm, on: Arm, wrong: Sequence[str]) -> str:
         "of them equal to their reference": sum(r.text_equal and r.logprobs_equal for r in hits),
         "restores verified": sum(row.verified for row in on.rows.values()),
         "mismatches": on.failures + off.failures,
-        "hits off that differ from their reference": f"{len(differing)} of {reused_off}",
+        "hits with the feature off that differ": f"{len(differing)} of {reused_off}",
     }
     return demo_report.page(lines, demo_report.Verdict(wrong, figures))
 

@@ -165,7 +165,7 @@ def _text(x: float, y: float, text: str, kind: str, colour: str | None = None) -
 def table(lines: Sequence[Line]) -> str:
     """The hit table, with times and bytes."""
     body = "".join(_table_row(line) for line in lines)
-    return f"<table><thead>{_HEAD}</thead><tbody>{body}</tbody></table>"
+    return f'<div class="wide"><table><thead>{_HEAD}</thead><tbody>{body}</tbody></table></div>'
 
 
 def _table_row(line: Line) -> str:
@@ -226,7 +226,8 @@ table{border-collapse:collapse;width:100%;font-size:13.5px}
 thead th{text-align:center;background:#f3f5f7;font-weight:600;line-height:1.25}
 th,td{border:1px solid #dde1e6;padding:5px 8px} tbody th{text-align:left;white-space:nowrap}
 th small{display:block;font-weight:400;color:#555d66}
-td{text-align:right;font-variant-numeric:tabular-nums} td.word{text-align:left}
+td{text-align:right;font-variant-numeric:tabular-nums} td.word{text-align:left;white-space:nowrap}
+.wide{overflow-x:auto}
 td.yes,td.no{text-align:center;font-weight:700} td.yes{color:#1a7f37} td.no{color:#c62828}
 """
 
@@ -247,7 +248,7 @@ answers the same, bit for bit.</p>
 {table}
 <p style="margin-top:12px">Restored MiB: window and compressor state, copied from host memory for the
 hit and compared byte for byte; the compressed KV is not counted. Seconds are of the whole request, with
-every check on, on a CPU: they show what reuse saves, not what the feature costs (for that see
-docs/performance.md and docs/compare.md).</p>
+every check on, on a CPU, whatever else it does; the first request of a server warms it up as well. They
+show what reuse saves, not what the feature costs (for that: docs/performance.md, docs/compare.md).</p>
 </body></html>
 """

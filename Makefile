@@ -14,13 +14,14 @@ WORKERS ?= 2
 # gives the same sums.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env lint test matrix soak demo dist bench-reuse bench-l3 bench-gpu clean
+.PHONY: help env lint test matrix soak compare demo dist bench-reuse bench-l3 bench-gpu clean
 
 help:
-	@echo "make demo   start the server per arm, send the rounds, print the table"
+	@echo "make demo   start the server per arm, send the rounds, print the table, write a report to look at"
 	@echo "make test   lint, then every test"
 	@echo "make matrix        every layout, speculation and number of ranks, tier by tier (under an hour)"
 	@echo "make soak MINUTES=2 everything at once on a server, every answer checked (KILLS=10: and killed)"
+	@echo "make compare       off against dev with SGLang's own clients, docs/compare.md (10 minutes)"
 	@echo "make bench-l3      what storage costs, and its fault tests, counted"
 	@echo "make bench-reuse   replay request traces without a model, write docs/reuse.md (6 minutes)"
 	@echo "make bench-gpu     what capture and restore cost on a GPU, and whether they are exact there"
@@ -68,6 +69,17 @@ dist: env
 
 demo: env
 	$(BIN)/python benchmark/demo.py
+
+# Another Python than $(VENV)'s is expected to have SGLang as it is; nothing is set up then.
+COMPARE_PYTHON ?= $(BIN)/python
+COMPARE_STAMP := $(VENV)/.compare.stamp
+
+$(COMPARE_STAMP): $(STAMP) requirements/compare.txt
+	$(BIN)/python -m pip install -q -r requirements/compare.txt
+	@touch $(COMPARE_STAMP)
+
+compare: $(if $(filter $(BIN)/python,$(COMPARE_PYTHON)),$(COMPARE_STAMP))
+	$(COMPARE_PYTHON) benchmark/compare_arms.py $(COMPARE_ARGS)
 
 bench-reuse: env
 	cd benchmark && ../$(BIN)/python -W ignore -m reuse

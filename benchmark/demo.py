@@ -14,9 +14,10 @@ Starts stock `sglang.launch_server` on the reference platform, once per arm
 5. with the feature only: a server is stopped and another one started on the same storage (L3), which
    must answer from there; and must refuse a record of which one bit was flipped (demo_restart.py).
 
-Prints one table and, last, one line of key=value pairs. Exit status 0 only if every hit of the
-on-arm was restored, verified and equal to its cold run (ids and logprobs), and the off-arm differs
-from its cold run somewhere it reused the cache (the negative control).
+Prints one table and, last, one line of key=value pairs, and writes a report to look at
+(demo_report.py; build/demo-report.html unless --report says otherwise). Exit status 0 only if every hit
+of the on-arm was restored, verified and equal to its cold run (ids and logprobs), and the off-arm
+differs from its cold run somewhere it reused the cache (the negative control).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tempfile import TemporaryDirectory
 from tabulate import tabulate
 
 import demo_chat
+import demo_report
 import demo_restart
 from dsv4_reference_platform.launch import Server
 from dsv4_reference_platform.poke import Poker
@@ -55,6 +57,10 @@ CHECK_LINES = {
     "landing": "[LB-DEV] device landing byte-exact",
     "state": "[C4-STATE-DBG] state ride bit-exact",
 }
+TIERS = ("device", "host", "storage")
+# What a verified restore compared: window and state each say so once.
+RESTORED_BYTES = re.compile(r"(?:restore verified|state ride bit-exact) .* bytes=(\d+)")
+REPORT = Path(__file__).resolve().parents[1] / "build/demo-report.html"
 # What the request greps for as a failure; none of it may be in a log of ours.
 FAILURE = re.compile(r"MISMATCH|reuse_reject|BIND-MISS|AssertionError|Traceback")
 
@@ -97,11 +103,21 @@ class Row:
 
     prompt_tokens: int
     cached: int
-    source: str
+    tiers: dict[str, int]
+    """Cached tokens by the tier that they came from."""
     verified: int
     mismatches: int
     text_equal: bool
     logprobs_equal: bool
+    seconds: float
+    """Of the whole request, as its client saw it."""
+    restored_bytes: int
+    """Of the truth, as the checks counted them."""
+
+    @property
+    def source(self) -> str:
+        """The tiers that the prefix came from, as in "device 1024 + host 1536"."""
+        return " + ".join(f"{tier} {tokens}" for tier, tokens in self.tiers.items()) or "-"
 
 
 CHAT_STEPS = [
@@ -116,6 +132,21 @@ RESTART_STEPS = [
     Step(demo_restart.AFTER, PROMPT, last_page(PROMPT) - PAGE, "storage"),
 ]
 """Rows of the table that the second server on a storage fills, in the on-arm only."""
+
+
+WHAT = {
+    **{f"round {i}": "the same prompt again" for i in range(ROUNDS)},
+    "round 0": "the cache is empty",
+    "fork": "leaves the prompt after 7 pages",
+    "host repeat": "again, once pushed out to host memory",
+    "host fork": "another fork, from host memory",
+    "turn 2": "a chat goes on after its first answer",
+    "turn 2, host": "the same, from host memory",
+    demo_restart.WHOLE: "first request of a new server",
+    demo_restart.FLIPPED: "one bit of its record was flipped",
+    demo_restart.AFTER: "asked once more",
+}
+"""The table's rows in words."""
 
 
 @dataclass
@@ -166,11 +197,13 @@ def push_out(server: Server, tags: tuple[str, ...] = ("one", "two", "three")) ->
 
 
 def checks(log: str) -> dict[str, int]:
-    """How often each of the three check lines, and a failure, stands in a server log."""
+    """How often each of the three check lines, and a failure, stands in a server log; and the bytes that
+    the checks compared."""
     counts = {name: log.count(text) for name, text in CHECK_LINES.items()}
     counts["failures"] = sum(
         1 for line in log.splitlines() if "server_args=" not in line and FAILURE.search(line)
     )
+    counts["bytes"] = sum(map(int, RESTORED_BYTES.findall(log)))
     return counts
 
 
@@ -205,7 +238,9 @@ def run_script(flag: str, server: Server, poker: Poker, say: Progress) -> Arm:
             push_out(server)
         dirty(server, i)
         before = checks(server.log())
+        asked = time.monotonic()
         answer, reply = ask(server, step.prompt)
+        seconds = time.monotonic() - asked
         after = checks(server.log())
         verified = {name: after[name] - before[name] for name in CHECK_LINES}
         details = (reply.get("sglext") or {}).get("cached_tokens_details") or {}
@@ -213,11 +248,13 @@ def run_script(flag: str, server: Server, poker: Poker, say: Progress) -> Arm:
         arm.rows[step.name] = Row(
             prompt_tokens=usage["prompt_tokens"],
             cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
-            source=source(details),
+            tiers=tiers_of(details),
             verified=min(verified.values()),
             mismatches=after["failures"] - before["failures"],
             text_equal=answer[:2] == arm.cold[step.prompt][:2],
             logprobs_equal=answer[2] == arm.cold[step.prompt][2],
+            seconds=seconds,
+            restored_bytes=after["bytes"] - before["bytes"],
         )
         row = arm.rows[step.name]
         say(
@@ -245,11 +282,13 @@ def add_chat_rows(arm: Arm, reference: demo_chat.Turn | None) -> None:
         arm.rows[step.name] = Row(
             prompt_tokens=turn.answer.raw["meta_info"]["prompt_tokens"],
             cached=turn.answer.cached_tokens,
-            source=source(turn.answer.cached_tokens_details or {}),
+            tiers=tiers_of(turn.answer.cached_tokens_details or {}),
             verified=min(turn.checks[name] for name in CHECK_LINES),
             mismatches=turn.checks["failures"],
             text_equal=ids == want[0],
             logprobs_equal=logprobs == want[1],
+            seconds=turn.seconds,
+            restored_bytes=turn.checks["bytes"],
         )
 
 
@@ -271,19 +310,19 @@ def run_restart(arm: Arm, logs: Path, folder: Path, say: Progress) -> None:
         arm.rows[name] = Row(
             prompt_tokens=usage["prompt_tokens"],
             cached=usage["prompt_tokens_details"]["cached_tokens"],
-            source=source((repeat.reply.get("sglext") or {}).get("cached_tokens_details") or {}),
+            tiers=tiers_of((repeat.reply.get("sglext") or {}).get("cached_tokens_details") or {}),
             verified=min(repeat.checks[line] for line in CHECK_LINES),
             mismatches=repeat.checks["failures"],
             text_equal=repeat.answer[:2] == arm.restart.cold[:2],
             logprobs_equal=repeat.answer[2] == arm.restart.cold[2],
+            seconds=repeat.seconds,
+            restored_bytes=repeat.checks["bytes"],
         )
 
 
-def source(details: dict) -> str:
-    """The tiers that a prefix came from, as in "device 1024 + host 1536"."""
-    tiers = ("device", "host", "storage")
-    parts = [f"{tier} {details[tier]}" for tier in tiers if details.get(tier)]
-    return " + ".join(parts) or "-"
+def tiers_of(details: dict) -> dict[str, int]:
+    """Cached tokens by tier, only where there are any."""
+    return {tier: details[tier] for tier in TIERS if details.get(tier)}
 
 
 def steps_of(on: Arm) -> list[Step]:
@@ -374,10 +413,36 @@ def table(off: Arm, on: Arm, chunk: int = CHUNK) -> str:
     return tabulate(rows, header, tablefmt="github")
 
 
+def report(off: Arm, on: Arm, wrong: Sequence[str]) -> str:
+    """The report, as HTML."""
+    lines = [
+        demo_report.Line(
+            step.name,
+            WHAT[step.name],
+            boundary(step, CHUNK),
+            off.rows.get(step.name),
+            on.rows[step.name],
+        )
+        for step in steps_of(on)
+    ]
+    hits = [row for row in on.rows.values() if row.cached]
+    differing = [row for row in off.rows.values() if row.cached and not row.logprobs_equal]
+    reused_off = sum(row.cached > 0 for row in off.rows.values())
+    figures = {
+        "hits with the feature on": len(hits),
+        "of them equal to their reference": sum(r.text_equal and r.logprobs_equal for r in hits),
+        "restores verified": sum(row.verified for row in on.rows.values()),
+        "mismatches": on.failures + off.failures,
+        "hits with the feature off that differ": f"{len(differing)} of {reused_off}",
+    }
+    return demo_report.page(lines, demo_report.Verdict(wrong, figures))
+
+
 def main() -> int:
     """Run both arms; see the module's docstring for the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
+    parser.add_argument("--report", type=Path, default=REPORT, help="the report (%(default)s)")
     options = parser.parse_args()
     start = time.monotonic()
     say = Progress()
@@ -398,6 +463,9 @@ def main() -> int:
     wrong = list(problems(off, on))
     for line in wrong:
         print(f"FAILED: {line}")
+    options.report.parent.mkdir(parents=True, exist_ok=True)
+    options.report.write_text(report(off, on, wrong), encoding="utf-8")
+    print(f"report: {options.report}")
     deepest = SCRIPT[ROUNDS - 1].name
     restarted = on.rows[demo_restart.WHOLE]
     prefetch = on.restart.repeats[demo_restart.WHOLE].prefetch

@@ -9,6 +9,7 @@ the same rows are overwritten with noise instead.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,7 @@ class Turn:
     name: str
     answer: Answer
     checks: dict[str, int]
+    seconds: float
 
 
 def converse(
@@ -61,10 +63,12 @@ def converse(
     def ask(name: str, seed: int) -> Turn:
         dirty(seed)
         before = checks(server.log())
+        asked = time.monotonic()
         answer = server.generate(prompt, 8)
+        seconds = time.monotonic() - asked
         after = checks(server.log())
         say(f"{name}: cached {answer.cached_tokens}")
-        return Turn(name, answer, {key: after[key] - before[key] for key in after})
+        return Turn(name, answer, {key: after[key] - before[key] for key in after}, seconds)
 
     turns = [ask("turn 2", 41)]
     if turns[0].answer.cached_tokens == BOUNDARY:

@@ -65,6 +65,7 @@ class Repeat:
     prefetch: Prefetch
     refused: int
     """Log lines about a refused window record."""
+    seconds: float
 
 
 @dataclass
@@ -153,7 +154,9 @@ def restart(
         def repeat(name: str, seed: int) -> None:
             dirty(server, seed)
             before = server.log()
+            asked = time.monotonic()
             answer, reply = ask(server, prompt)
+            seconds = time.monotonic() - asked
             log = server.log()
             counts, counts_before = checks(log), checks(before)
             done = Repeat(
@@ -162,6 +165,7 @@ def restart(
                 checks={key: counts[key] - counts_before[key] for key in counts},
                 prefetch=prefetch_of(log, reply["id"]),
                 refused=len(REFUSED.findall(log)) - len(REFUSED.findall(before)),
+                seconds=seconds,
             )
             result.repeats[name] = done
             equal = "equal to" if answer == cold else "DIFFERS from"

@@ -118,7 +118,7 @@ def prefill_points(
     """
     if stride < 1:
         raise ValueError(f"stride must be at least 1 page, got {stride}")
-    wanted = frozenset()
+    wanted: frozenset[int] = frozenset()
     if Kind.PROMPT in kinds:
         wanted = prompt_points(prompt_len, unit, key_tokens=key_tokens)
     points = []

@@ -17,7 +17,7 @@ Scheduler thread only, as SGLang's own collectives on these groups are.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 

@@ -401,7 +401,9 @@ class TruthRuntime:
         captures = []
         for req in batch.reqs:
             end = rounds.launch(req, batch.forward_iter, req.kv.kv_committed_len)
-            wanted = None if end is None else self.planner.candidate(req, end)
+            if end is None:
+                continue
+            wanted = self.planner.candidate(req, end)
             if wanted is not None:
                 rounds.hold(req, wanted)
                 captures.append(_Capture(Source(req.kv.req_pool_idx, end, 0, end), wanted))
@@ -410,7 +412,9 @@ class TruthRuntime:
 
     def settle(self, req: Any, number: int, before: int, after: int) -> None:
         """The result of the round `number` (`ScheduleBatch.forward_iter`) moved the request's committed
-        length from `before` to `after`."""
+        length from `before` to `after`. Raises RuntimeError without speculative decoding."""
+        if self._rounds is None:
+            raise RuntimeError("a round's result where no rounds are launched")
         wanted, completed = self._rounds.settle(req, number, before, after)
         if wanted is None:
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -269,11 +270,15 @@ def broken_fork(
 
 
 def slot_taken(h: Harness, ids: Sequence[int], ranks: Container[int]) -> Steps:
-    """A prompt, after some ranks took a host slot that the others did not."""
+    """A prompt, after some ranks took a host slot that the others did not; then as many steps as SGLang's
+    checker, which runs in a thread, may take to notice."""
     yield from h.flush()
     if h.rank in ranks:
         h.cache.store.reserve()
     yield from h.generate(ids, 2)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        yield
 
 
 def overwrite_indexer_state(runtime: Any) -> None:

@@ -26,7 +26,9 @@ import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -34,7 +36,7 @@ import traceback
 import types
 from array import array
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -238,7 +240,7 @@ class SchedulerRanks:
             for rank in range(self.ranks):
                 pipe, child = context.Pipe()
                 # Nobody listens there, but SGLang derives other ports from it.
-                argv = [*self._argv, "--port", str(free_port())]
+                argv = [*self._argv, "--port", str(_port_with_room())]
                 process = context.Process(
                     target=_child, args=(child, argv, str(self.log_path), rank, where)
                 )
@@ -357,6 +359,26 @@ def _child(pipe: Any, argv: list[str], log_path: str, rank: int, where: int) -> 
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         raise
+
+
+PORTS = range(20_000, 30_000)
+"""Below those that a system hands out by itself, where a free port may be taken a moment later."""
+
+DERIVED = range(234, 240)
+"""Of a port, those that SGLang derives from it with data parallel attention."""
+
+
+def _port_with_room() -> int:
+    """A port that is free, and those that SGLang derives from it."""
+    while True:
+        port = random.choice(PORTS)
+        with ExitStack() as probes:
+            try:
+                for number in (port, *(port + offset for offset in DERIVED)):
+                    probes.enter_context(socket.socket()).bind(("127.0.0.1", number))
+            except OSError:
+                continue
+        return port
 
 
 def _dp_rank(server_args: Any, rank: int) -> int | None:

@@ -106,11 +106,12 @@ def spread(values: Sequence[float], decimals: int) -> str:
 
 
 def difference(base: Sequence[float], other: Sequence[float]) -> str:
-    """Of the means in percent, with a mark where the ranges of the passes overlap."""
+    """Of the means in percent, with a mark where the ranges of the passes overlap or cannot be known."""
     if mean(base) == 0:
         return "0" if mean(other) == 0 else f"{mean(other):+.3g}"
     percent = 100 * (mean(other) / mean(base) - 1)
-    apart = max(base) < min(other) or max(other) < min(base)
+    several = len(base) > 1 and len(other) > 1
+    apart = several and (max(base) < min(other) or max(other) < min(base))
     same = list(base) == list(other)
     return f"{percent:+.1f} %" + ("" if apart or same else " ~")
 
@@ -121,8 +122,8 @@ def points(base: Sequence[float], other: Sequence[float]) -> str:
 
 
 LEGEND = (
-    "Mean of the passes (their range). ~: the ranges of the passes overlap, so the difference may be "
-    "chance."
+    "Mean of the passes (their range). ~: the ranges overlap, or there is one pass only, so the "
+    "difference may be chance."
 )
 
 

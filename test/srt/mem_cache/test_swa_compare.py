@@ -353,6 +353,7 @@ def test_rows_that_only_some_workloads_have():
 def test_a_difference_says_whether_it_may_be_chance():
     assert report.difference([100, 102], [90, 99]) == "-6.4 %"
     assert report.difference([100, 102], [90, 100]) == "-5.9 % ~"
+    assert report.difference([100], [90]) == "-10.0 % ~"
     assert report.difference([0], [0]) == "0" and report.difference([0], [3]) == "+3"
     assert report.spread([1.04, 1.01], 1) == "1.0" and report.spread([1, 3], 0) == "2 (1 to 3)"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from scenarios import (
     patched,
     settle_storage,
     since,
-    skipping,
     to_storage,
 )
 from scheduler_harness import Harness, Steps
@@ -59,19 +57,6 @@ def fork_from_storage(h: Harness, stem: Sequence[int], tail: Sequence[int], new:
     yield from populate(h, [*stem, *reversed(tail)], 1)
     hit, gains, gains_stored = yield from from_storage(h, [*stem, *tail], new)
     return first, hit, gains, gains_stored
-
-
-def without_restore(h: Harness, ids: Sequence[int], new: int) -> Steps:
-    """The same hit from storage, whose restore is skipped and not checked."""
-    yield from to_storage(h)
-    dirty_rings(h)
-    runtime = h.runtime
-    with ExitStack() as broken:
-        broken.enter_context(patched(runtime._restore, "apply", skipping(runtime._restore)))
-        broken.enter_context(patched(runtime, "_checks", None))
-        hit = yield from h.generate(ids, new)
-    yield from leak_free(h)
-    return hit
 
 
 def behind_a_prefix(h: Harness, ids: Sequence[int], pages: int, new: int) -> Steps:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 
-from scenarios import AWAY, cold, dirty_rings, hit_over_dirt, leak_free, patched, skipping
+import scenarios
+from scenarios import cold, hit_over_dirt, patched
 from scheduler_harness import Harness, Steps
 
 
@@ -24,12 +24,4 @@ def fork(h: Harness, stem: Sequence[int], tail: Sequence[int], new: int, tier: s
 def without_restore(h: Harness, ids: Sequence[int], new: int, tier: str) -> Steps:
     """A repeat with the restore left out and not checked: (cold, hit)."""
     first = yield from cold(h, ids, new)
-    yield from AWAY[tier](h)
-    dirty_rings(h)
-    runtime = h.runtime
-    with ExitStack() as broken:
-        broken.enter_context(patched(runtime._restore, "apply", skipping(runtime._restore)))
-        broken.enter_context(patched(runtime, "_checks", None))
-        result = yield from h.generate(ids, new)
-    yield from leak_free(h)
-    return first, result
+    return first, (yield from scenarios.without_restore(h, ids, new, tier))

@@ -176,6 +176,18 @@ def repeat(h: Harness, ids: Sequence[int], new: int, tier: str) -> Steps:
     return first, hit, gains
 
 
+def without_restore(h: Harness, ids: Sequence[int], new: int, tier: str) -> Steps:
+    """Control: a cached prompt from a tier over dirty rings, its restore left out and not checked."""
+    yield from AWAY[tier](h)
+    dirty_rings(h)
+    runtime = h.runtime
+    skipped = patched(runtime._restore, "apply", skipping(runtime._restore))
+    with skipped, patched(runtime, "_checks", None):
+        hit = yield from h.generate(ids, new)
+    yield from leak_free(h)
+    return hit
+
+
 def cold_gains(h: Harness, ids: Sequence[int], new: int) -> Steps:
     """A cold run alone: ((its result,), counter gains)."""
     yield from h.flush()

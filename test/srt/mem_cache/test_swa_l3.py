@@ -83,7 +83,7 @@ def test_a_fork_hits_where_it_leaves(process, pages):
 def test_control_without_the_restore_the_answer_differs(process):
     ids = prompt(2300, 700)
     first = process.run(l3.populate, ids, 4)
-    hit = process.run(l3.without_restore, ids, 4)
+    hit = process.run(scenarios.without_restore, ids, 4, "storage")
     assert hit.cached == hit.storage == 2 * PAGE
     assert all(math.isfinite(x) for x in hit.logprobs)
     assert hit.logprobs != first.logprobs

@@ -59,7 +59,6 @@ def test_the_device_is_the_cpu_unless_asked(monkeypatch):
     assert activation.activate().endswith(":ReferenceCpuPlatform")
     argv = launch.server_argv(1)
     assert argv[argv.index("--device") + 1] == "cpu" and "--disable-cuda-graph" not in argv
-    assert "TORCH_COMPILE_DISABLE" not in launch.server_env()
     assert install.replaced_kernels() == install.KERNELS
 
 
@@ -67,7 +66,6 @@ def test_the_device_is_a_gpu_when_asked(cuda):
     assert activation.activate().endswith(":ReferenceCudaPlatform")
     argv = launch.server_argv(1)
     assert argv[argv.index("--device") + 1] == "cuda" and "--disable-cuda-graph" in argv
-    assert launch.server_env()["TORCH_COMPILE_DISABLE"] == "1"
 
 
 def test_another_device_is_refused(monkeypatch):

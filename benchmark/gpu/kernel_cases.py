@@ -186,6 +186,7 @@ def cases(device: torch.device) -> dict[str, int]:
         "rings of a draft": World(device, ring=131, state_ring=16, draft=True),
         "bf16 states": World(device, state_dtype=torch.bfloat16),
         "fp8 rows": World(device, head=512, fp8=True),
+        "fp8 rows, bf16 states": World(device, head=512, fp8=True, state_dtype=torch.bfloat16),
         "narrow rows": World(device, head=20),
         "chunks that are views": World(device, gap=8),
         "chunks that are not aligned": World(device, gap=6),

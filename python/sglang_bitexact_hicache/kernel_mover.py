@@ -47,6 +47,7 @@ class KernelMover(RowMover):
         self._segment = min(kernels.MAX_SEGMENT_WORDS, words & -words)
         block = 4 * self._segment * kernels.BLOCK_SEGMENTS
         self._whole_blocks = all(ring.section.nbytes % block == 0 for ring in by_layer)
+        self._layer_of = {ring.section.index: ring.section.layer for ring in by_layer}
         self._blocks: dict[int, range] = {}
         table: list[list[int]] = []
         for ring in by_layer:
@@ -123,7 +124,11 @@ class KernelMover(RowMover):
             segment_words=self._segment,
             whole_blocks=self._whole_blocks,
             chunks={part_of(part.ring.section): part.chunk for part in parts},
-            narrow_state=any(p.chunk.dtype != p.ring.buffer.dtype for p in parts),
+            narrow_state=any(
+                part.chunk.dtype != part.ring.buffer.dtype
+                for part in parts
+                if part.ring.section.pool != WINDOW_POOL
+            ),
             reads_ring=index.reads_ring,
         )
 
@@ -131,7 +136,8 @@ class KernelMover(RowMover):
         """The blocks of some sections; looked up, since it is asked for once a layer."""
         if sections not in self._tables:
             spans = sorted((self._blocks[i] for i in sections), key=lambda span: span.start)
-            if any(a.stop != b.start for a, b in pairwise(spans)):
+            layers = {self._layer_of[i] for i in sections}
+            if len(layers) > 1 or any(a.stop != b.start for a, b in pairwise(spans)):
                 raise ValueError(f"sections {sections} are of more than one layer")
             self._tables[sections] = self._table[spans[0].start : spans[-1].stop]
         return self._tables[sections]

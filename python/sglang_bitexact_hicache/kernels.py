@@ -173,7 +173,7 @@ def _gather(
         if READS_RING:
             computed = inside & (first + row >= start)
         if NARROW:
-            if part > 0:
+            if (part == 1) | (part == 2):
                 value = _load_narrowed(chunk + (row * stride + 2 * column), computed, WORDS)
             else:
                 value = _load(chunk + (row * stride + column), computed, ALIGNED, WORDS)
@@ -230,7 +230,11 @@ class _Launcher:
         """One program for each block of the table and each boundary."""
         grid = (table.shape[0], where.shape[1], 1)
         arguments = (table, where, grid[1], *rest)
-        key = (table.device, *constants.values())
+        # Triton may compile otherwise for tensors of 2 GiB (on ROCm) and for addresses that are not
+        # aligned. Their dtypes never change.
+        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+        kinds = [(t.data_ptr() % 16, t.untyped_storage().nbytes() >> 31 > 0) for t in tensors]
+        key = (table.device, *kinds, *constants.values())
         compiled = self._compiled.get(key)
         if compiled is not None:
             compiled[grid](*arguments, *constants.values())
@@ -264,7 +268,7 @@ def gather(
         whole_blocks: every section is a number of whole blocks.
         chunks: by part, ``[tokens, row]``, elements of a row contiguous, rows of whole words; None:
             every row is in a ring.
-        narrow_state: the chunks but the first are fp32 and their rings bf16.
+        narrow_state: the compressors' chunks (parts 1 and 2) are fp32 and their rings bf16.
         reads_ring: whether some row is before its chunk.
     """
     operands: list[int] = []
@@ -275,8 +279,10 @@ def gather(
         if chunk is None:
             operands += (nothing, 0)
         else:
-            address = chunk.data_ptr()
+            address = chunk.data_ptr() or nothing
             row_bytes = chunk.stride(0) * chunk.element_size()
+            if row_bytes % 4 or chunk.stride(1) != 1:
+                raise ValueError(f"rows of a chunk are not whole words: strides {chunk.stride()}")
             aligned &= (address | row_bytes) % (4 * ALIGNED_WORDS) == 0
             operands += (address, row_bytes // 4)
     _launch_gather(

@@ -95,6 +95,11 @@ def stock_inputs() -> dict[str, dict]:
                 "c128_page_indices": pages if ratio == 128 else None,
                 "c4_sparse_page_indices": pages if ratio == 4 else None,
             }
+    # As a round's draft extend is padded for the other ranks of data parallel attention.
+    cases["build_prefill_indices/padded"] = {
+        **cases["build_prefill_indices/0/131"],
+        "positions": torch.cat([positions, torch.zeros(8, dtype=positions.dtype)]),
+    }
     at = ints(0, 5, 126, 127, 128, 700)
     for stride in (128, 131):
         cases[f"build_decode_streams/{stride}"] = {

@@ -122,7 +122,8 @@ def build_prefill_indices(
     Args:
         compress_ratio: 0, 4 or 128; chooses the compressed rows.
         state_slot, positions, chunk_start, cu_q: ``[tokens]`` int: request row, absolute position,
-            first position of the request's chunk, row of that position in the chunk's KV.
+            first position of the request's chunk, row of that position in the chunk's KV. ``positions``
+            may be longer: padded rows, of which nothing is built.
         c128_page_indices, c4_sparse_page_indices: ``[>= tokens, width]`` int32, valid entries
             first, then -1.
 
@@ -132,7 +133,7 @@ def build_prefill_indices(
         tensors have exactly ``indptr[-1]`` entries (stock's are longer, the rest undefined).
     """
     tokens = state_slot.shape[0]
-    positions, chunk_start = positions.long(), chunk_start.long()
+    positions, chunk_start = positions[:tokens].long(), chunk_start.long()
     slot, cu_q = state_slot.long(), cu_q.long()
     if compress_ratio == 0:
         pages = None

@@ -50,6 +50,7 @@ class Startup:
         ratios: the compression ratios of the model's layers.
         online_compress: whether the C128 compressor runs in its online form.
         fp8_rows: whether the KV rows are fp8 (two planes), or would be on a device that has it.
+        prefill_coordination: whether one rank's rounds may run beside the prompts of another.
         hybrid_swa: whether the prefix cache has the components FULL and SWA.
     """
 
@@ -61,6 +62,7 @@ class Startup:
     ratios: frozenset[int]
     online_compress: bool
     fp8_rows: bool
+    prefill_coordination: bool
     hybrid_swa: bool
 
     @classmethod
@@ -80,6 +82,7 @@ class Startup:
             ratios=frozenset(hf_config.compress_ratios),
             online_compress=envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get(),
             fp8_rows=envs.SGLANG_DSV4_UNIFIED_KV_FP8.get(),
+            prefill_coordination=envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get(),
             hybrid_swa=not cfg.disable_hybrid_swa_memory,
         )
 
@@ -99,6 +102,7 @@ class Startup:
             ratios=frozenset(kvcache.compression_ratios),
             online_compress=envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get(),
             fp8_rows=kvcache._unified_kv_fp8,
+            prefill_coordination=envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get(),
             hybrid_swa=ctx.is_hybrid_swa and not ctx.is_hybrid_ssm,
         )
 
@@ -457,8 +461,17 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "speculation_ranks",
         "--tp-size",
-        "must be 1 with --speculative-algorithm: several ranks were not tried with a draft",
-        _speculating(_field("tp_size", 1)),
+        "must be 1, or --dp-size with --enable-dp-attention, with --speculative-algorithm: ranks that "
+        "hold the same KV were not tried with a draft",
+        _speculating(lambda s: s.cfg.tp_size != s.cfg.attn_dp_size),
+        planned=True,
+    ),
+    Rule(
+        "speculation_prefill_coordination",
+        "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION",
+        "must be unset with --speculative-algorithm: one rank's rounds beside the prompts of another "
+        "were not tried",
+        _speculating(lambda s: s.prefill_coordination),
         planned=True,
     ),
     Rule(

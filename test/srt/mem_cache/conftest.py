@@ -71,3 +71,30 @@ def scheduler_process(tmp_path_factory):
         )
 
     return start
+
+
+@pytest.fixture
+def forwards(ranks):
+    """Counts the forwards of a test on the data parallel `ranks` of its module; call it at the end."""
+    import dp_scenarios
+
+    ranks.run(dp_scenarios.watch_forwards)
+    ended = []
+
+    def seen():
+        ended.append(True)
+        return ranks.run(dp_scenarios.forwards_seen)
+
+    yield seen
+    if not ended:
+        seen()
+
+
+@pytest.fixture
+def max_len(ranks):
+    """SGLang pads each of the `ranks` to the longest one's rows."""
+    import dp_scenarios
+
+    ranks.run(dp_scenarios.pad_to_the_longest, True)
+    yield
+    ranks.run(dp_scenarios.pad_to_the_longest, False)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import eagle_scenarios
 import l3_rank_scenarios
 import l3_scenarios
 import scenarios
@@ -22,7 +23,10 @@ def on_each(h: Harness, name: str, per_rank: Sequence[Sequence[Any] | None]) -> 
     args = per_rank[h.rank]
     if args is None:
         return None
-    places = (globals(), *map(vars, (scenarios, l3_rank_scenarios, l3_scenarios)))
+    places = (
+        globals(),
+        *map(vars, (scenarios, l3_rank_scenarios, l3_scenarios, eagle_scenarios)),
+    )
     scenario = next(place[name] for place in places if name in place)
     return (yield from scenario(h, *args))
 

@@ -11,13 +11,14 @@ others. Nothing else of a round is touched; the target verifies what it is given
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from scenarios import (
     AWAY,
+    EVERY_RANK,
     PAGE,
     counters,
     dirty_rings,
@@ -373,8 +374,11 @@ def watched(h: Harness) -> Steps:
 # ---- controls
 
 
-def broken_draft(h: Harness, ids: Sequence[int], new: int, checked: bool) -> Steps:
-    """A repeat after one bit of a draft's window was flipped in host memory: (cold, hit, gains)."""
+def broken_draft(
+    h: Harness, ids: Sequence[int], new: int, checked: bool, ranks: Container[int] = EVERY_RANK
+) -> Steps:
+    """A repeat after one bit of a draft's window was flipped in host memory, on some ranks: (cold, hit,
+    gains)."""
     yield from h.flush()
     first = yield from h.generate(ids, new)
     yield from h.settle()
@@ -382,7 +386,7 @@ def broken_draft(h: Harness, ids: Sequence[int], new: int, checked: bool) -> Ste
     draft = runtime.view.rings[WINDOW_POOL][-1]
     assert draft.section.layer == runtime.view.draft_base
     last = draft.section.offset + draft.section.nbytes - draft.section.row_bytes
-    for slot in range(runtime.pools.slots):
+    for slot in range(runtime.pools.slots) if h.rank in ranks else ():
         runtime.pools.record(WINDOW_POOL, slot)[last + 1] ^= 0x08
     dirty_rings(h)
     before = counters(h)

@@ -20,12 +20,15 @@ RANKS = 2
 IDLE = None
 
 
-@pytest.fixture(scope="module")
-def ranks(scheduler_process):
-    """The two ranks of one server; SGLang halves the chunk."""
-    args = ["--dp-size", str(RANKS), "--enable-dp-attention", "--chunked-prefill-size", "1024"]
+def running(scheduler_process, name: str, *more: str):
+    """The two ranks of one server; SGLang halves the chunk and the request rows."""
+    args = [
+        *("--dp-size", str(RANKS), "--enable-dp-attention"),
+        *("--chunked-prefill-size", "1024"),
+        *more,
+    ]
     env = {"SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
-    with scheduler_process("dp", args, ranks=RANKS, **env) as running:
+    with scheduler_process(name, args, ranks=RANKS, **env) as running:
         yield running
         log = running.log()
     for word in ("MISMATCH", "reuse_reject", "BIND-MISS", "AssertionError", "Traceback"):
@@ -34,19 +37,9 @@ def ranks(scheduler_process):
         assert all("MISMATCH" in x and " DP1 " in x for x in lines), lines[:5]
 
 
-@pytest.fixture
-def forwards(ranks):
-    """Counts the forwards of a test; call it at the end."""
-    ranks.run(dp_scenarios.watch_forwards)
-    ended = []
-
-    def seen():
-        ended.append(True)
-        return ranks.run(dp_scenarios.forwards_seen)
-
-    yield seen
-    if not ended:
-        seen()
+@pytest.fixture(scope="module")
+def ranks(scheduler_process):
+    yield from running(scheduler_process, "dp")
 
 
 def on_each(ranks, name, *per_rank):
@@ -140,14 +133,6 @@ def test_a_page_is_decoded_in_a_padded_batch(ranks, forwards):
         assert hit.cached == hit.device == PAGE
         assert gains["checks_verified"] == gains["restored"] == 1
     assert forwards()[1]["padded DECODE"] > 10
-
-
-@pytest.fixture
-def max_len(ranks):
-    """SGLang pads every rank to the longest one's rows."""
-    ranks.run(dp_scenarios.pad_to_the_longest, True)
-    yield
-    ranks.run(dp_scenarios.pad_to_the_longest, False)
 
 
 def test_prompts_in_padded_batches(ranks, forwards, max_len):

@@ -342,7 +342,10 @@ CASES: dict[str, Case] = {
     "speculation_topk": _case(*EAGLE, declared={"speculative_eagle_topk": 2}),
     "speculation_layers": _case(*EAGLE, declared={"enable_multi_layer_eagle": True}),
     "speculation_fp8": _case(*EAGLE, env={"SGLANG_DSV4_UNIFIED_KV_FP8": "1"}),
-    "speculation_ranks": _case(*EAGLE, "--tp-size", "2"),
+    "speculation_ranks": _case(*EAGLE, "--tp-size", "4", "--dp-size", "2", "--enable-dp-attention"),
+    "speculation_prefill_coordination": _case(
+        *EAGLE, env={"SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION": "1"}
+    ),
     "speculation_mixed_chunk": _case(*EAGLE, declared={"enable_mixed_chunk": True}),
     "speculation_aligned": _case(*EAGLE, ALIGNED, *CHUNK),
     "pp": _case("--pp-size", "2"),
@@ -413,6 +416,8 @@ def test_all_that_is_wrong_is_said_at_once(model):
         ("--tp-size", "2", "--hicache-storage-backend", "file"),
         EAGLE,
         (*EAGLE, "--hicache-storage-backend", "file"),
+        (*EAGLE, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
+        (*EAGLE, "--tp-size", "2", "--attn-dp-size", "2"),
     ],
 )
 def test_what_is_free_to_choose_is_not_refused(args, model):

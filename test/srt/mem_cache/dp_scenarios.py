@@ -27,7 +27,8 @@ def on_each(h: Harness, name: str, per_rank: Sequence[Sequence[Any] | None]) -> 
         globals(),
         *map(vars, (scenarios, l3_rank_scenarios, l3_scenarios, eagle_scenarios)),
     )
-    scenario = next(place[name] for place in places if name in place)
+    # Of one meaning only: two modules may not use a name for different things.
+    (scenario,) = {place[name] for place in places if name in place}
     return (yield from scenario(h, *args))
 
 

@@ -162,7 +162,9 @@ def flush_while_one_hangs(h: Harness, ids: Sequence[int], ranks: Container[int])
     return done, later
 
 
-def without_restore(h: Harness, ids: Sequence[int], new: int, ranks: Container[int]) -> Steps:
+def from_storage_without_restore(
+    h: Harness, ids: Sequence[int], new: int, ranks: Container[int]
+) -> Steps:
     """A hit from storage whose restore some ranks skip: (cold, result)."""
     first = yield from populate(h, ids, new)
     yield from to_storage(h)

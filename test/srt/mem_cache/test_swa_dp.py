@@ -234,7 +234,7 @@ def test_a_damaged_record_is_refused_by_each_rank_that_meets_it(with_storage):
 
 def test_control_without_the_restore_on_one_rank_its_answer_differs(with_storage):
     args = [(prompt(104 + rank, 700), 4, (1,)) for rank in range(RANKS)]
-    right, wrong = on_each(with_storage, "without_restore", *args)
+    right, wrong = on_each(with_storage, "from_storage_without_restore", *args)
     assert right[1].cached == right[1].storage == wrong[1].storage == 2 * PAGE
     assert right[1].same_answer(right[0])
     assert wrong[1].logprobs != wrong[0].logprobs

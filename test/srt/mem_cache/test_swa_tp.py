@@ -304,7 +304,9 @@ def test_no_rank_is_flushed_while_a_call_hangs_on_one(with_storage, where):
 
 
 def test_control_without_the_restore_on_one_rank_the_answer_differs(with_storage):
-    for first, hit in with_storage.run(l3r.without_restore, prompt(101, 700), 4, ONE_RANK):
+    for first, hit in with_storage.run(
+        l3r.from_storage_without_restore, prompt(101, 700), 4, ONE_RANK
+    ):
         assert hit.cached == hit.storage == 2 * PAGE
         assert all(math.isfinite(x) for x in hit.logprobs)
         assert hit.logprobs != first.logprobs

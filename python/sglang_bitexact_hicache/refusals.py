@@ -461,8 +461,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "speculation_ranks",
         "--tp-size",
-        "must be 1, or --dp-size with --enable-dp-attention, with --speculative-algorithm: ranks that "
-        "hold the same KV were not tried with a draft",
+        "must be 1, or --dp-size with --enable-dp-attention, with --speculative-algorithm: that "
+        "ranks which hold the same KV decide alike with a draft is not proved",
         _speculating(lambda s: s.cfg.tp_size != s.cfg.attn_dp_size),
         planned=True,
     ),

@@ -49,6 +49,7 @@ class Startup:
         window: the model's sliding window, in tokens.
         ratios: the compression ratios of the model's layers.
         online_compress: whether the C128 compressor runs in its online form.
+        narrow_states: whether compressor states are kept in bf16.
         fp8_rows: whether the KV rows are fp8 (two planes), or would be on a device that has it.
         prefill_coordination: whether one rank's rounds may run beside the prompts of another.
         hybrid_swa: whether the prefix cache has the components FULL and SWA.
@@ -61,6 +62,7 @@ class Startup:
     window: int
     ratios: frozenset[int]
     online_compress: bool
+    narrow_states: bool
     fp8_rows: bool
     prefill_coordination: bool
     hybrid_swa: bool
@@ -81,6 +83,7 @@ class Startup:
             window=hf_config.sliding_window,
             ratios=frozenset(hf_config.compress_ratios),
             online_compress=envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get(),
+            narrow_states="bf" in envs.SGLANG_DSV4_COMPRESS_STATE_DTYPE.get().lower(),
             fp8_rows=envs.SGLANG_DSV4_UNIFIED_KV_FP8.get(),
             prefill_coordination=envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get(),
             hybrid_swa=not cfg.disable_hybrid_swa_memory,
@@ -101,6 +104,7 @@ class Startup:
             window=kvcache.sliding_window,
             ratios=frozenset(kvcache.compression_ratios),
             online_compress=envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get(),
+            narrow_states="bf" in envs.SGLANG_DSV4_COMPRESS_STATE_DTYPE.get().lower(),
             fp8_rows=kvcache._unified_kv_fp8,
             prefill_coordination=envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get(),
             hybrid_swa=ctx.is_hybrid_swa and not ctx.is_hybrid_ssm,
@@ -429,6 +433,13 @@ RULES: tuple[Rule, ...] = (
         "SGLANG_OPT_USE_ONLINE_COMPRESS",
         "must be unset: it leaves C128 state pending at a page boundary",
         lambda s: s.online_compress,
+    ),
+    Rule(
+        "narrow_states",
+        "SGLANG_DSV4_COMPRESS_STATE_DTYPE",
+        "must be float32: inside a chunk the compressor reads its inputs unrounded, so a state rounded "
+        "to bf16 is not what a cold run would have at an interior boundary",
+        lambda s: s.narrow_states,
     ),
     Rule(
         "speculation",

@@ -338,6 +338,7 @@ CASES: dict[str, Case] = {
     "adaptive_speculation": _case("--speculative-adaptive"),
     "dllm": _case("--dllm-algorithm", "LowConfidence"),
     "online_compress": _case(env={"SGLANG_OPT_USE_ONLINE_COMPRESS": "1"}),
+    "narrow_states": _case(env={"SGLANG_DSV4_COMPRESS_STATE_DTYPE": "bf16"}),
     "speculation": _case("--speculative-algorithm", "DSPARK"),
     "speculation_topk": _case(*EAGLE, declared={"speculative_eagle_topk": 2}),
     "speculation_layers": _case(*EAGLE, declared={"enable_multi_layer_eagle": True}),

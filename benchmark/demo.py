@@ -209,12 +209,16 @@ def checks(log: str) -> dict[str, int]:
 
 def arm_server(flag: str, log_path: Path, args: Sequence[str], env: Mapping[str, str]) -> Server:
     """An arm's server, not started, with more arguments and environment."""
-    flags = {
+    return Server([*SERVER_ARGS, *args], {**arm_env(flag), **env}, log_path=log_path)
+
+
+def arm_env(flag: str) -> dict[str, str]:
+    """The environment of an arm: every restore is verified."""
+    return {
         "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": flag,
         "SGLANG_UNIFIED_KV_BIT_EXACT_ALLOW_NON_HIP": "1",
         "SGLANG_SWA_DBG_CHECKSUM": "1",
     }
-    return Server([*SERVER_ARGS, *args], {**flags, **env}, log_path=log_path)
 
 
 def run_arm(flag: str, log_path: Path, poker: Poker, say: Progress) -> Arm:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import demo
 from dsv4_reference_platform.launch import Answer, ServerError
-from soak.plan import Plan, Request, outcome, prompts
+from soak.plan import Plan, Request, outcome
 from soak.server import PipedServer
 
 CLIENTS = 4
 
 
 class Clients:
-    """They share counts and stop together; `paused` holds them between two requests.
+    """They share counts and stop together; `pause` holds them between two requests.
 
     Attributes:
         done: requests by kind.
@@ -35,7 +33,7 @@ class Clients:
         self._plan = plan
         self._seed = seed
         self._over = threading.Event()
-        self._running = threading.Lock()
+        self._lock = threading.Lock()
         self._gate = threading.Condition()
         self._waiting = 0
         self._held = False
@@ -95,7 +93,7 @@ class Clients:
             except ServerError as error:
                 if self._over.is_set():
                     return  # it was killed on purpose
-                with self._running:
+                with self._lock:
                     self.errors.append(str(error).splitlines()[0])
                 time.sleep(0.2)
 
@@ -107,7 +105,7 @@ class Clients:
         family = rng.choice(self._plan.families)
         longest = max(request.new for request in family)
         for request, answer in zip(
-            family, self._server.generate_batch(prompts(family), longest), strict=True
+            family, self._server.generate_batch([r.prompt for r in family], longest), strict=True
         ):
             # One request of the server's has one length: of the longer answers the beginning counts.
             self._compare("fan-out", request, _first(answer, request.new))
@@ -137,22 +135,13 @@ class Clients:
     def _time_out(self, rng: random.Random) -> None:
         """The client goes away without a word."""
         request = rng.choice(list(self._plan))
-        body = {
-            "input_ids": request.prompt,
-            "sampling_params": {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True},
-        }
-        asked = urllib.request.Request(
-            self._server.url + "/generate",
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with contextlib.suppress(urllib.error.URLError, OSError):
-            urllib.request.urlopen(asked, timeout=rng.uniform(0.05, 1)).read()
+        with contextlib.suppress(ServerError):
+            self._server.generate(request.prompt, 60, timeout=rng.uniform(0.05, 1))
         self._count("timeout", 0)
 
     def _compare(self, kind: str, request: Request, answer: Answer, *, whole: bool = True) -> None:
         if request.wrong(outcome(answer), answer.cached_tokens, whole=whole):
-            with self._running:
+            with self._lock:
                 self.mismatches.append(
                     f"{kind}: {len(request.prompt)} tokens, cached {answer.cached_tokens} "
                     f"{answer.cached_tokens_details}: {answer.ids} {answer.logprobs}, not "
@@ -161,9 +150,9 @@ class Clients:
         self._count(kind, answer.cached_tokens, answer.cached_tokens_details)
 
     def _count(self, kind: str, cached: int, details: dict[str, Any] | None = None) -> None:
-        with self._running:
+        with self._lock:
             self.done[kind] += 1
-            for tier in ("device", "host", "storage"):
+            for tier in demo.TIERS:
                 self.cached[tier] += (details or {}).get(tier) or 0
             self.cached["all"] += cached
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from dsv4_reference_platform.launch import Answer, Server
@@ -119,8 +119,3 @@ def _cold(server: Server, request: Request) -> Answer:
     if answer.cached_tokens:
         raise RuntimeError(f"{answer.cached_tokens} tokens of a cold run were cached")
     return answer
-
-
-def prompts(requests: Sequence[Request]) -> list[list[int]]:
-    """Their prompts."""
-    return [request.prompt for request in requests]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 import signal
 import threading
@@ -16,6 +15,8 @@ from pathlib import Path
 
 import demo
 from dsv4_reference_platform.launch import Server
+from sglang_bitexact_hicache.doctor.server import read_metrics
+from sglang_bitexact_hicache.exporter import PREFIX
 
 ARGS = (
     *("--chunked-prefill-size", "512"),
@@ -37,14 +38,7 @@ MIB = 1 << 20
 
 def soak_server(log: Path, storage: Path | None) -> PipedServer:
     """The feature on, every restore verified; not started."""
-    args, env = (
-        [*demo.SERVER_ARGS, *ARGS],
-        {
-            "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "1",
-            "SGLANG_UNIFIED_KV_BIT_EXACT_ALLOW_NON_HIP": "1",
-            "SGLANG_SWA_DBG_CHECKSUM": "1",
-        },
-    )
+    args, env = [*demo.SERVER_ARGS, *ARGS], demo.arm_env("1")
     if storage is not None:
         args += STORAGE_ARGS
         env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(storage)
@@ -66,18 +60,6 @@ class PipedServer(Server):
             yield writing
         finally:
             os.close(writing)
-
-    def processes(self) -> dict[int, str]:
-        """Its processes by id, with their names."""
-        found = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                name, _, fields = stat.read_text().partition("(")[2].rpartition(")")
-            except OSError:
-                continue
-            if int(fields.split()[2]) == self.pid:
-                found[int(stat.parent.name)] = name
-        return found
 
     def first_write(self, storage: Path) -> None:
         """A prompt that goes to storage, so that SGLang's hash is compiled before the weather changes.
@@ -101,7 +83,7 @@ class PipedServer(Server):
     def full_disk(self, limit: int) -> Iterator[None]:
         """No file of its processes grows beyond so many bytes meanwhile: the kernel refuses the write."""
         unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-        pids = list(self.processes())
+        pids = self.processes()
         for pid in pids:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         try:
@@ -111,12 +93,10 @@ class PipedServer(Server):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
 
     def metric(self, name: str, reason: str = "") -> float:
-        """A metric of the feature's, summed over its labels but `reason`; 0 before the first report."""
+        """A metric of the feature's; 0 before the first report."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as reply:
-            text = reply.read().decode()
-        labels = rf'{{[^}}]*reason="{reason}"[^}}]*}}' if reason else r"(?:{[^}]*})?"
-        found = re.findall(rf"^sglang:bitexact_hicache_{name}{labels} (\S+)$", text, re.M)
-        return sum(map(float, found))
+            values, _ = read_metrics(reply.read().decode())
+        return values.get((PREFIX + name, reason), 0.0)
 
 
 def _copy(reading: int, path: Path) -> None:

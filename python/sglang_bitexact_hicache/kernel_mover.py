@@ -46,7 +46,12 @@ class KernelMover(RowMover):
         words = math.gcd(*(ring.section.row_bytes // 4 for ring in by_layer))
         self._segment = min(kernels.MAX_SEGMENT_WORDS, words & -words)
         block = 4 * self._segment * kernels.BLOCK_SEGMENTS
-        self._whole_blocks = all(ring.section.nbytes % block == 0 for ring in by_layer)
+        self._kernels = kernels.Kernels(
+            staging.memory.view(torch.int32),
+            staging.checksums,
+            segment_words=self._segment,
+            whole_blocks=all(ring.section.nbytes % block == 0 for ring in by_layer),
+        )
         self._layer_of = {ring.section.index: ring.section.layer for ring in by_layer}
         self._blocks: dict[int, range] = {}
         table: list[list[int]] = []
@@ -55,7 +60,6 @@ class KernelMover(RowMover):
             table += self._entries(ring)
             self._blocks[ring.section.index] = range(start, len(table))
         self._tables: dict[tuple[int, ...], torch.Tensor] = {}
-        self._words = staging.memory.view(torch.int32)
         self._table = torch.tensor(table, dtype=torch.int64).to(view.device)
         self._compile()
 
@@ -116,13 +120,9 @@ class KernelMover(RowMover):
     def gather_layer(self, index: CaptureIndex, parts: Sequence[Part]) -> None:
         """As RowMover, one launch. Raises ValueError unless the parts lie next to each other in the
         table: they are one layer's."""
-        kernels.gather(
+        self._kernels.gather(
             self._table_of(tuple(part.ring.section.index for part in parts)),
             index.where,
-            staging=self._words,
-            sums=self._staging.checksums,
-            segment_words=self._segment,
-            whole_blocks=self._whole_blocks,
             chunks={part_of(part.ring.section): part.chunk for part in parts},
             narrow_state=any(
                 part.chunk.dtype != part.ring.buffer.dtype
@@ -144,14 +144,7 @@ class KernelMover(RowMover):
 
     def gather_rings(self, index: CaptureIndex) -> None:
         """As RowMover, one launch."""
-        kernels.gather(
-            self._table,
-            index.where,
-            staging=self._words,
-            sums=self._staging.checksums,
-            segment_words=self._segment,
-            whole_blocks=self._whole_blocks,
-        )
+        self._kernels.gather(self._table, index.where)
 
     def scatter_index(
         self, rows: Sequence[int], boundaries: Sequence[int], slots: Sequence[int]
@@ -161,13 +154,7 @@ class KernelMover(RowMover):
 
     def scatter(self, index: torch.Tensor) -> None:
         """As RowMover, one launch."""
-        kernels.scatter(
-            self._table,
-            index,
-            staging=self._words,
-            segment_words=self._segment,
-            whole_blocks=self._whole_blocks,
-        )
+        self._kernels.scatter(self._table, index)
 
     def _where(self, *columns: Sequence[int]) -> torch.Tensor:
         return to_device(np.array(columns, dtype=np.int64), self._view.device, self._pin)

@@ -51,7 +51,7 @@ _GATHER_NUMBERS = (
     *(f"{what}{part}" for part in range(4) for what in ("chunk", "stride")),
 )
 """Arguments that Triton need not look at, of the types that the kernels say: the addresses of chunks are
-numbers, whatever their dtype. So what is compiled depends on the constants alone (`_Launcher`)."""
+numbers, whatever their dtype (`_Launcher`)."""
 
 
 @triton.jit
@@ -213,11 +213,12 @@ def _scatter(
 
 
 class _Launcher:
-    """Launches a kernel on the current stream.
+    """Launches one kernel for one `Kernels`, on the current stream.
 
-    Triton looks at each argument at each launch, for what it may have been compiled with; here only the
-    constants tell. So what it returned for them is launched directly the next time, in a fraction of the
-    host's time, which counts where a layer is one launch. Under the interpreter it returns nothing.
+    Triton looks at each argument at each launch, for what it may have been compiled with (dtypes, aligned
+    addresses; on ROCm, tensors below 2 GiB). Here none of that changes but the constants. So what Triton
+    returned for them is launched directly the next time, in a fraction of the host's time, which counts
+    where a layer is one launch. Under the interpreter it returns nothing.
     """
 
     def __init__(self, function: Any) -> None:
@@ -230,96 +231,87 @@ class _Launcher:
         """One program for each block of the table and each boundary."""
         grid = (table.shape[0], where.shape[1], 1)
         arguments = (table, where, grid[1], *rest)
-        # Triton may compile otherwise for tensors of 2 GiB (on ROCm) and for addresses that are not
-        # aligned. Their dtypes never change.
-        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
-        kinds = [(t.data_ptr() % 16, t.untyped_storage().nbytes() >> 31 > 0) for t in tensors]
-        key = (table.device, *kinds, *constants.values())
+        key = tuple(constants.values())
         compiled = self._compiled.get(key)
         if compiled is not None:
-            compiled[grid](*arguments, *constants.values())
+            compiled[grid](*arguments, *key)
             return
         self._compiled[key] = self._function[grid](*arguments, **constants, num_warps=WARPS)
 
 
-_launch_gather = _Launcher(_gather)
-_launch_scatter = _Launcher(_scatter)
-
-
-def gather(
-    table: torch.Tensor,
-    where: torch.Tensor,
-    *,
-    staging: torch.Tensor,
-    sums: torch.Tensor,
-    segment_words: int,
-    whole_blocks: bool,
-    chunks: Mapping[int, torch.Tensor] | None = None,
-    narrow_state: bool = False,
-    reads_ring: bool = True,
-) -> None:
-    """Queue the gather of the table's blocks for every boundary, one launch on the current stream.
+class Kernels:
+    """The kernels over one staging, which stays where it is.
 
     Args:
-        table, where: see the module's docstring.
         staging: int32 ``[slots, words of a record]``.
-        sums: int64 ``[slots, sections]``, zero where it is added to.
+        sums: int64 ``[slots, sections]``.
         segment_words: words of a segment, a power of two that divides every row.
         whole_blocks: every section is a number of whole blocks.
-        chunks: by part, ``[tokens, row]``, elements of a row contiguous, rows of whole words; None:
-            every row is in a ring.
-        narrow_state: the compressors' chunks (parts 1 and 2) are fp32 and their rings bf16.
-        reads_ring: whether some row is before its chunk.
     """
-    operands: list[int] = []
-    aligned = segment_words % ALIGNED_WORDS == 0
-    nothing = table.data_ptr()  # never looked at, but of a type that can be
-    for part in range(4):
-        chunk = None if chunks is None else chunks.get(part)
-        if chunk is None:
-            operands += (nothing, 0)
-        else:
-            address = chunk.data_ptr() or nothing
-            row_bytes = chunk.stride(0) * chunk.element_size()
-            if row_bytes % 4 or chunk.stride(1) != 1:
-                raise ValueError(f"rows of a chunk are not whole words: strides {chunk.stride()}")
-            aligned &= (address | row_bytes) % (4 * ALIGNED_WORDS) == 0
-            operands += (address, row_bytes // 4)
-    _launch_gather(
-        table,
-        where,
-        staging,
-        staging.stride(0),
-        sums,
-        sums.stride(0),
-        *operands,
-        FROM_CHUNK=chunks is not None,
-        READS_RING=reads_ring,
-        NARROW=narrow_state,
-        ALIGNED=aligned,
-        WHOLE=whole_blocks,
-        WORDS=segment_words,
-        BLOCK=BLOCK_SEGMENTS,
-    )
 
+    def __init__(
+        self, staging: torch.Tensor, sums: torch.Tensor, *, segment_words: int, whole_blocks: bool
+    ) -> None:
+        self._staging = (staging, staging.stride(0))
+        self._sums = (sums, sums.stride(0))
+        self._aligned = segment_words % ALIGNED_WORDS == 0
+        self._shape = {"WHOLE": whole_blocks, "WORDS": segment_words, "BLOCK": BLOCK_SEGMENTS}
+        self._gather = _Launcher(_gather)
+        self._scatter = _Launcher(_scatter)
 
-def scatter(
-    table: torch.Tensor,
-    where: torch.Tensor,
-    *,
-    staging: torch.Tensor,
-    segment_words: int,
-    whole_blocks: bool,
-) -> None:
-    """Queue the scatter of the table's blocks for every boundary, one launch on the current stream.
-    Arguments as in `gather`."""
-    _launch_scatter(
-        table,
-        where,
-        staging,
-        staging.stride(0),
-        ALIGNED=segment_words % ALIGNED_WORDS == 0,
-        WHOLE=whole_blocks,
-        WORDS=segment_words,
-        BLOCK=BLOCK_SEGMENTS,
-    )
+    def gather(
+        self,
+        table: torch.Tensor,
+        where: torch.Tensor,
+        *,
+        chunks: Mapping[int, torch.Tensor] | None = None,
+        narrow_state: bool = False,
+        reads_ring: bool = True,
+    ) -> None:
+        """Queue the gather of the table's blocks for every boundary, one launch on the current stream.
+        Its checksums are added to the sums.
+
+        Args:
+            table, where: see the module's docstring; aligned to 16 bytes, as fresh tensors and whole
+                entries of a table are.
+            chunks: by part, ``[tokens, row]``, elements of a row contiguous, rows of whole words; None:
+                every row is in a ring.
+            narrow_state: the compressors' chunks (parts 1 and 2) are fp32 and their rings bf16.
+            reads_ring: whether some row is before its chunk.
+
+        Raises:
+            ValueError: rows of a chunk are not whole words.
+        """
+        operands: list[int] = []
+        aligned = self._aligned
+        nothing = table.data_ptr()  # never looked at, but of a type that can be
+        for part in range(4):
+            chunk = None if chunks is None else chunks.get(part)
+            if chunk is None:
+                operands += (nothing, 0)
+            else:
+                address = chunk.data_ptr() or nothing
+                row_bytes = chunk.stride(0) * chunk.element_size()
+                if row_bytes % 4 or chunk.stride(1) != 1:
+                    raise ValueError(
+                        f"rows of a chunk are not whole words: strides {chunk.stride()}"
+                    )
+                aligned &= (address | row_bytes) % (4 * ALIGNED_WORDS) == 0
+                operands += (address, row_bytes // 4)
+        self._gather(
+            table,
+            where,
+            *self._staging,
+            *self._sums,
+            *operands,
+            FROM_CHUNK=chunks is not None,
+            READS_RING=reads_ring,
+            NARROW=narrow_state,
+            ALIGNED=aligned,
+            **self._shape,
+        )
+
+    def scatter(self, table: torch.Tensor, where: torch.Tensor) -> None:
+        """Queue the scatter of the table's blocks for every boundary, one launch on the current stream.
+        Arguments as in `gather`."""
+        self._scatter(table, where, *self._staging, ALIGNED=self._aligned, **self._shape)

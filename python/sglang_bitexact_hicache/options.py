@@ -250,6 +250,15 @@ def check_env_flags() -> None:
         raise ValueError("; ".join(problems))
 
 
+def compress_state_dtype() -> str:
+    """SGLang's dtype of the compressor states (SGLANG_DSV4_COMPRESS_STATE_DTYPE), by torch's name; a name
+    that SGLang does not take, and ends at, as it is."""
+    from sglang.srt.environ import envs
+
+    asked = envs.SGLANG_DSV4_COMPRESS_STATE_DTYPE.get().strip().lower()
+    return {"fp32": "float32", "bf16": "bfloat16"}.get(asked, asked)
+
+
 def _integer(name: str, text: str) -> int:
     # Not through EnvInt: that falls back to the default on a typo, and a pool of the wrong size
     # would be the only sign of it.

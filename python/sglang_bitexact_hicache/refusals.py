@@ -26,6 +26,7 @@ from sglang_bitexact_hicache.options import (
     STRIDE_ARGUMENT,
     TAIL_ARGUMENT,
     Options,
+    compress_state_dtype,
 )
 from sglang_bitexact_hicache.policy import Kind
 from sglang_bitexact_hicache.sizing import LEAST_ROW_LIMIT
@@ -83,7 +84,7 @@ class Startup:
             window=hf_config.sliding_window,
             ratios=frozenset(hf_config.compress_ratios),
             online_compress=envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get(),
-            narrow_states="bf" in envs.SGLANG_DSV4_COMPRESS_STATE_DTYPE.get().lower(),
+            narrow_states=compress_state_dtype() == "bfloat16",
             fp8_rows=envs.SGLANG_DSV4_UNIFIED_KV_FP8.get(),
             prefill_coordination=envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get(),
             hybrid_swa=not cfg.disable_hybrid_swa_memory,
@@ -104,7 +105,7 @@ class Startup:
             window=kvcache.sliding_window,
             ratios=frozenset(kvcache.compression_ratios),
             online_compress=envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get(),
-            narrow_states="bf" in envs.SGLANG_DSV4_COMPRESS_STATE_DTYPE.get().lower(),
+            narrow_states=compress_state_dtype() == "bfloat16",
             fp8_rows=kvcache._unified_kv_fp8,
             prefill_coordination=envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get(),
             hybrid_swa=ctx.is_hybrid_swa and not ctx.is_hybrid_ssm,

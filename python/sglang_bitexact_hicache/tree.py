@@ -256,10 +256,12 @@ class BxCache(UnifiedRadixCache):
         """
         path = self._junctions.get(req)
         chunks_to_come = up_to < len(req.full_untruncated_fill_ids)
-        reaches = path is not None and (
-            up_to <= path.tokens or (self.aligned is not None and chunks_to_come)
-        )
-        if path is not None and reaches and path.tokens > self._reached(req) and not req.finished():
+        if (
+            path is not None
+            and path.tokens > self._reached(req)
+            and not req.finished()
+            and (up_to <= path.tokens or (self.aligned is not None and chunks_to_come))
+        ):
             self._load_path_back(path, up_to)
         joined_here = up_to == req.kv.cache_protected_len
         if chunks_to_come and (joined_here or not req.finished()):

@@ -15,7 +15,7 @@ from sglang_bitexact_hicache import factory, sizing
 from sglang_bitexact_hicache.constants import PAGE_SIZE
 from sglang_bitexact_hicache.doctor.report import Finding, Section, State
 from sglang_bitexact_hicache.layout import POOLS, RecordLayout
-from sglang_bitexact_hicache.options import Options
+from sglang_bitexact_hicache.options import Options, compress_state_dtype
 
 SAMPLE_TOKENS = 1_000_000
 """Device tokens for which the pools are worked out where the real number is not known."""
@@ -60,12 +60,10 @@ def plan(record: Any) -> list[Section]:
 
     fp8 = envs.SGLANG_DSV4_UNIFIED_KV_FP8.get()
     model_config = model_config_of(record)
-    asked = envs.SGLANG_DSV4_COMPRESS_STATE_DTYPE.get().strip().lower()
-    # SGLang takes these names, and ends at any other.
-    state_dtype = {"fp32": "float32", "bf16": "bfloat16"}.get(asked, asked)
+    state_dtype = compress_state_dtype()
     if state_dtype not in STATE_BYTES:
         detail = f"SGLANG_DSV4_COMPRESS_STATE_DTYPE must be one of {', '.join(STATE_BYTES)}"
-        return [Section("layout", _LAYOUT, [Finding("digest", State.PROBLEM, asked, detail)])]
+        return [Section("layout", _LAYOUT, [Finding("digest", State.PROBLEM, state_dtype, detail)])]
     layout = layout_of(model_config, fp8=fp8, state_dtype=state_dtype)
     return [_layout_section(layout, fp8), _pools_section(record, layout, model_config.context_len)]
 

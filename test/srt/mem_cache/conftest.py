@@ -50,18 +50,13 @@ def scheduler_process(tmp_path_factory):
     """Starts a scheduler process (scheduler_harness.py) with the feature on and its checks on:
     `scheduler_process(name, args, **env)`; sizes that leave device hits alone. With `ranks`: a process
     for each of a server's tensor-parallel ranks."""
-    from scheduler_harness import SchedulerProcess, SchedulerRanks
+    from scheduler_harness import FEATURE_ENV, SchedulerProcess, SchedulerRanks
 
     def start(
         name: str, args: list[str], *, ranks: int | None = None, **env: str
     ) -> SchedulerRanks:
         log_path = tmp_path_factory.mktemp("scheduler") / f"{name}.log"
-        flags = {
-            "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "1",
-            "SGLANG_UNIFIED_KV_BIT_EXACT_ALLOW_NON_HIP": "1",
-            "SGLANG_SWA_DBG_CHECKSUM": "1",
-            **env,
-        }
+        flags = {**FEATURE_ENV, **env}
         # Few request rows make SGLang's vestigial SWA budget push prefixes to host memory.
         args = ["--max-running-requests", "16", *args]
         if ranks is None:

@@ -34,7 +34,7 @@ from typing import Any
 import matrix_scenarios
 import scenarios
 from scenarios import PAGE, prompt
-from scheduler_harness import SchedulerRanks
+from scheduler_harness import FEATURE_ENV, SchedulerRanks, failure_lines
 from tabulate import tabulate
 
 from dsv4_reference_platform.launch import EAGLE_ARGS, NEXTN_ARGS
@@ -56,17 +56,11 @@ RANKS = {
     ),
     "2, pipeline": (2, ("--pp-size", "2")),
 }
-ALWAYS = {
-    "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "1",
-    "SGLANG_UNIFIED_KV_BIT_EXACT_ALLOW_NON_HIP": "1",
-    "SGLANG_SWA_DBG_CHECKSUM": "1",
-}
 STORAGE = (
     *("--hicache-storage-backend", "file"),
     *("--hicache-storage-prefetch-policy", "wait_complete"),
 )
 REFUSAL = f"ValueError: {options.ENV_FLAG}=1 cannot run with this configuration"
-BAD_LINES = ("MISMATCH", "reuse_reject", "BIND-MISS", "AssertionError", "Traceback")
 
 
 @dataclass(frozen=True)
@@ -83,7 +77,7 @@ class Configuration:
     def processes(self, log: Path, *, storage: Path | None) -> SchedulerRanks:
         """Its scheduler processes, not started."""
         count, ranks = RANKS[self.ranks]
-        env = {**ALWAYS, **LAYOUTS[self.layout]}
+        env = {**FEATURE_ENV, **LAYOUTS[self.layout]}
         args = [
             *("--max-running-requests", "16", "--chunked-prefill-size", str(CHUNK)),
             *ranks,
@@ -194,8 +188,7 @@ def _run_cells(
             fill(cell, processes)
     finally:
         processes.__exit__(None, None, None)
-    lines = [line for line in processes.log().splitlines() if "server_args=" not in line]
-    bad = [line for line in lines if any(word in line for word in BAD_LINES)]
+    bad = failure_lines(processes.log())
     if bad:
         cells[-1].wrong.append(f"log: {bad[0]}")
     return None

@@ -12,6 +12,7 @@ import math
 import pytest
 import scenarios
 from scenarios import PAGE, prompt
+from scheduler_harness import failure_lines
 
 CONFIGURATIONS = {
     # SGLang mixes only while no logprobs are asked for, and only chunks larger than a page: what
@@ -27,10 +28,9 @@ def process(request, scheduler_process):
     with scheduler_process(request.param, CONFIGURATIONS[request.param]) as running:
         yield running
         log = running.log()
-    for word in ("MISMATCH", "reuse_reject", "BIND-MISS", "AssertionError", "Traceback"):
-        lines = [line for line in log.splitlines() if word in line and "server_args=" not in line]
-        # Only the controls, which break something on purpose, may say so.
-        assert all("restored bytes" in x or "MISMATCH" in x for x in lines), lines[:5]
+    # Only the controls, which break something on purpose, may say so.
+    lines = failure_lines(log)
+    assert all("restored bytes" in x or "MISMATCH" in x for x in lines), lines[:5]
 
 
 def assert_exact(first, hit, gains, cached: int, tier: str) -> None:

@@ -13,6 +13,7 @@ import l3_scenarios as l3
 import pytest
 import scenarios
 from scenarios import PAGE, prompt
+from scheduler_harness import failure_lines
 
 ARGS = [
     *("--chunked-prefill-size", "512", "--hicache-storage-backend", "file"),
@@ -25,9 +26,8 @@ def directory(path) -> dict[str, str]:
 
 
 def assert_clean(log: str) -> None:
-    for word in ("MISMATCH", "reuse_reject", "BIND-MISS", "AssertionError", "Traceback"):
-        lines = [line for line in log.splitlines() if word in line and "server_args=" not in line]
-        assert not lines, lines[:5]
+    lines = failure_lines(log)
+    assert not lines, lines[:5]
 
 
 @pytest.fixture(scope="module")

@@ -43,9 +43,28 @@ from typing import Any
 
 import torch
 
-from dsv4_reference_platform.launch import free_port, server_argv, server_env
+from dsv4_reference_platform.launch import held_port, server_argv, server_env
 
 Steps = Generator[None, None, Any]
+
+FAILURE_WORDS = ("MISMATCH", "reuse_reject", "BIND-MISS", "AssertionError", "Traceback")
+"""What the request greps a server's log for."""
+
+FEATURE_ENV = {
+    "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "1",
+    "SGLANG_UNIFIED_KV_BIT_EXACT_ALLOW_NON_HIP": "1",
+    "SGLANG_SWA_DBG_CHECKSUM": "1",
+}
+"""The feature on, with every restore verified."""
+
+
+def failure_lines(log: str) -> list[str]:
+    """The lines of a log that say that something failed."""
+    return [
+        line
+        for line in log.splitlines()
+        if "server_args=" not in line and any(word in line for word in FAILURE_WORDS)
+    ]
 
 
 @dataclass(frozen=True)
@@ -235,7 +254,8 @@ class SchedulerRanks:
         context = multiprocessing.get_context("spawn")
         before = dict(os.environ)
         os.environ.update(self._env)
-        where = free_port()
+        self._held = held_port()
+        where = self._held.getsockname()[1]
         try:
             for rank in range(self.ranks):
                 pipe, child = context.Pipe()
@@ -265,6 +285,7 @@ class SchedulerRanks:
             if process.is_alive():
                 process.kill()
                 process.join()
+        self._held.close()
         signal.signal(signal.SIGQUIT, self._sigquit)
 
     def run(self, scenario: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:

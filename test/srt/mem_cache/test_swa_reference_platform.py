@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 import random
+import socket
 import statistics
 
 import pytest
 
 pytest.importorskip("sglang", reason="needs sglang 0.5.23")
 
-from dsv4_reference_platform.launch import Answer, Server
+from dsv4_reference_platform.launch import Answer, Server, held_port
 from dsv4_reference_platform.poke import Poker
 
 VOCABULARY = 320
@@ -86,6 +87,17 @@ def cold(server: Server, ids: list[int], new_tokens: int = 4, **options) -> Answ
 def reference(one_chunk) -> Answer:
     """700 tokens, one chunk, alone: what every other run is compared with."""
     return cold(one_chunk, prompt(1, 700), prompt_logprobs=True)
+
+
+def test_a_held_port_is_for_who_reuses_its_address():
+    with held_port() as held, socket.socket() as other, socket.socket() as server:
+        where = held.getsockname()
+        with pytest.raises(OSError, match="in use"):
+            other.bind(where)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(where)
+        server.listen()
+        socket.create_connection(where).close()
 
 
 def test_text_completion_takes_one_token_per_byte(one_chunk):

@@ -26,6 +26,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -134,11 +135,23 @@ def server_argv(port: int, args: Sequence[str] = (), *, hicache: bool = True) ->
     ]  # fmt: skip
 
 
+def held_port() -> socket.socket:
+    """A free TCP port on 127.0.0.1, which is given to nobody else while the socket is open.
+
+    A server binds its port half a minute after it was chosen, and meanwhile other processes are started
+    that ask the system for free ones. The socket does not listen: who binds the port by its number, and
+    allows the address to be reused as servers do, gets it.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
 def free_port() -> int:
     """A TCP port on 127.0.0.1 that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    with held_port() as held:
+        return held.getsockname()[1]
 
 
 class Answer(NamedTuple):
@@ -187,7 +200,9 @@ class Server:
         log_path: str | os.PathLike[str] | None = None,
         start_timeout: float = 240.0,
     ) -> None:
-        self.port = free_port()
+        held = held_port()
+        weakref.finalize(self, held.close)
+        self.port = held.getsockname()[1]
         self.headers: dict[str, str] = {}
         self.argv = server_argv(self.port, args, hicache=hicache)
         self.env = server_env({PARENT_VARIABLE: str(os.getpid()), **(env or {})})
@@ -292,15 +307,24 @@ class Server:
 
     def cpu_seconds(self) -> float:
         """CPU time (user + system) used so far by the processes of this server's group."""
-        ticks = 0
+        ticks = sum(int(fields[11]) + int(fields[12]) for fields in self._stats().values())
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def processes(self) -> list[int]:
+        """Ids of the processes of this server's group."""
+        return list(self._stats())
+
+    def _stats(self) -> dict[int, list[str]]:
+        """By id: the fields of /proc/ID/stat behind the name."""
+        found = {}
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
                 fields = stat.read_text().rpartition(")")[2].split()
             except OSError:
                 continue
             if int(fields[2]) == self.pid:
-                ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+                found[int(stat.parent.name)] = fields
+        return found
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, timeout: float = 600.0) -> Any:
         """``request`` of ``body``, or of an empty one."""

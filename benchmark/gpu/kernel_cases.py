@@ -23,7 +23,7 @@ from sglang_bitexact_hicache.checksum import section_checksums
 from sglang_bitexact_hicache.device_view import DeviceView
 from sglang_bitexact_hicache.gather import Source
 from sglang_bitexact_hicache.kernel_mover import KernelMover
-from sglang_bitexact_hicache.layout import C4_POOL, POOLS, WINDOW_POOL
+from sglang_bitexact_hicache.layout import C4_POOL, POOLS
 from sglang_bitexact_hicache.row_mover import Part, RowMover
 from sglang_bitexact_hicache.staging import DeviceStaging
 
@@ -63,7 +63,6 @@ class World:
         *,
         ring: int = 128,
         state_ring: int = 8,
-        state_dtype: torch.dtype = torch.float32,
         head: int = 64,
         gap: int = 0,
         fp8: bool = False,
@@ -80,7 +79,7 @@ class World:
             return [
                 SimpleNamespace(
                     kv_score_buffer=SimpleNamespace(
-                        kv_score=self._noise((REQUESTS + 1) * state_ring, width, state_dtype)
+                        kv_score=self._noise((REQUESTS + 1) * state_ring, width, torch.float32)
                     ),
                     ring_size=state_ring,
                 )
@@ -118,11 +117,9 @@ class World:
             for mover in (RowMover, KernelMover)
         ]
         self.chunks = {
-            ring.section.index: self._noise(
-                800,
-                ring.buffer.shape[1] + gap,
-                ring.buffer.dtype if pool == WINDOW_POOL else torch.float32,
-            )[:, gap:]
+            ring.section.index: self._noise(800, ring.buffer.shape[1] + gap, ring.buffer.dtype)[
+                :, gap:
+            ]
             for pool in POOLS
             for ring in self.view.rings[pool]
         }
@@ -184,9 +181,7 @@ def cases(device: torch.device) -> dict[str, int]:
     worlds = {
         "as the model": World(device, head=512),
         "rings of a draft": World(device, ring=131, state_ring=16, draft=True),
-        "bf16 states": World(device, state_dtype=torch.bfloat16),
         "fp8 rows": World(device, head=512, fp8=True),
-        "fp8 rows, bf16 states": World(device, head=512, fp8=True, state_dtype=torch.bfloat16),
         "narrow rows": World(device, head=20),
         "chunks that are views": World(device, gap=8),
         "chunks that are not aligned": World(device, gap=6),

@@ -102,9 +102,9 @@ class SpanGather:
         """Queue one section's gather.
 
         Args:
-            chunk: ``[tokens, row]``, the forward's rows; cast to the ring's dtype as the layer's own
-                store casts it (round to nearest). Not looked at where the ring holds every position
-                (after a forward: all sources have `chunk_start` at their boundary).
+            chunk: ``[tokens, row]``, the forward's rows, elements as wide as the ring's. Not looked
+                at where the ring holds every position (after a forward: all sources have `chunk_start`
+                at their boundary).
             ring: ``[ring rows, row]``, read only where a span begins before the chunk.
             into: ``[staging slots, rows, row]``, a section of device staging.
             sums: int64 ``[staging slots]``, the section's checksums.
@@ -113,7 +113,7 @@ class SpanGather:
             flat = ring.index_select(0, self._ring_rows)
         else:
             assert chunk is not None, "some source has rows in the chunk"
-            flat = chunk.index_select(0, self._chunk).to(into.dtype)
+            flat = chunk.index_select(0, self._chunk).view(into.dtype)
             if self._ring_rows is not None:
                 flat.index_copy_(0, self._ring_into, ring.index_select(0, self._ring_rows))
         rows = flat.view(self._count, self._rows, -1)

@@ -85,9 +85,8 @@ class KernelMover(RowMover):
 
     @staticmethod
     def _empty_part(ring: Ring) -> Part:
-        """As a forward without tokens would give it: K in the ring's dtype, states in fp32."""
-        dtype = ring.buffer.dtype if ring.section.pool == WINDOW_POOL else torch.float32
-        return Part(ring, ring.buffer.new_empty((0, ring.buffer.shape[1]), dtype=dtype))
+        """As a forward without tokens would give it."""
+        return Part(ring, ring.buffer.new_empty((0, ring.buffer.shape[1])))
 
     def _entries(self, ring: Ring) -> Iterator[list[int]]:
         section = ring.section
@@ -124,11 +123,6 @@ class KernelMover(RowMover):
             self._table_of(tuple(part.ring.section.index for part in parts)),
             index.where,
             chunks={part_of(part.ring.section): part.chunk for part in parts},
-            narrow_state=any(
-                part.chunk.dtype != part.ring.buffer.dtype
-                for part in parts
-                if part.ring.section.pool != WINDOW_POOL
-            ),
             reads_ring=index.reads_ring,
         )
 

@@ -93,25 +93,6 @@ def _load(rows, mask, ALIGNED: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _bf16_bits(bits):
-    """Bits of the bf16 nearest to an fp32 (ties to even), in the low half of a word; a NaN stays one.
-
-    By integers: the same on every device, and Triton's interpreter does not round.
-    """
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
-    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFF, rounded)
-
-
-@triton.jit
-def _load_narrowed(rows, mask, WORDS: tl.constexpr):
-    """Segments of a bf16 ring out of the fp32 elements where `rows` points: two make a word."""
-    pairs = rows[:, None] + 2 * tl.arange(0, WORDS)[None, :]
-    low = tl.load(pairs, mask=mask[:, None], other=0)
-    high = tl.load(pairs + 1, mask=mask[:, None], other=0)
-    return _bf16_bits(low) | (_bf16_bits(high) << 16)
-
-
-@triton.jit
 def _weights(segment, WORDS: tl.constexpr):
     """checksum.weights of the segments' words, int32."""
     first = segment * WORDS
@@ -142,7 +123,6 @@ def _gather(
     stride3: tl.int32,
     FROM_CHUNK: tl.constexpr,
     READS_RING: tl.constexpr,
-    NARROW: tl.constexpr,
     ALIGNED: tl.constexpr,
     WHOLE: tl.constexpr,
     WORDS: tl.constexpr,
@@ -172,13 +152,7 @@ def _gather(
         computed = inside
         if READS_RING:
             computed = inside & (first + row >= start)
-        if NARROW:
-            if (part == 1) | (part == 2):
-                value = _load_narrowed(chunk + (row * stride + 2 * column), computed, WORDS)
-            else:
-                value = _load(chunk + (row * stride + column), computed, ALIGNED, WORDS)
-        else:
-            value = _load(chunk + (row * stride + column), computed, ALIGNED, WORDS)
+        value = _load(chunk + (row * stride + column), computed, ALIGNED, WORDS)
         if READS_RING:
             kept = inside & (first + row < start)
             value = tl.where(kept[:, None], _load(old, kept, ALIGNED, WORDS), value)
@@ -265,7 +239,6 @@ class Kernels:
         where: torch.Tensor,
         *,
         chunks: Mapping[int, torch.Tensor] | None = None,
-        narrow_state: bool = False,
         reads_ring: bool = True,
     ) -> None:
         """Queue the gather of the table's blocks for every boundary, one launch on the current stream.
@@ -276,7 +249,6 @@ class Kernels:
                 entries of a table are.
             chunks: by part, ``[tokens, row]``, elements of a row contiguous, rows of whole words; None:
                 every row is in a ring.
-            narrow_state: the compressors' chunks (parts 1 and 2) are fp32 and their rings bf16.
             reads_ring: whether some row is before its chunk.
 
         Raises:
@@ -306,7 +278,6 @@ class Kernels:
             *operands,
             FROM_CHUNK=chunks is not None,
             READS_RING=reads_ring,
-            NARROW=narrow_state,
             ALIGNED=aligned,
             **self._shape,
         )

@@ -27,10 +27,17 @@ from sglang_bitexact_hicache.staging import DeviceStaging
 @dataclass(frozen=True)
 class Part:
     """One section of the layer that a forward is at: its ring, still the old one, and what the forward
-    computed for it, ``[tokens, row]``."""
+    computed for it, ``[tokens, row]``, which is moved as bytes.
+
+    Raises ValueError where the layer's own store would cast it.
+    """
 
     ring: Ring
     chunk: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.chunk.dtype.itemsize != self.ring.buffer.dtype.itemsize:
+            raise ValueError(f"rows of {self.chunk.dtype}, not of {self.ring.buffer.dtype}")
 
 
 def open_mover(view: DeviceView, staging: DeviceStaging, *, pin: bool) -> RowMover:
@@ -59,10 +66,7 @@ class RowMover:
         }
 
     def gather_layer(self, index: Any, parts: Sequence[Part]) -> None:
-        """Queue some sections of one layer, for every boundary of the index, with their checksums.
-
-        A chunk is cast to its ring's dtype as the layer's own store casts it (round to nearest).
-        """
+        """Queue some sections of one layer, for every boundary of the index, with their checksums."""
         for part in parts:
             self._gather(index, part.ring, part.chunk)
 

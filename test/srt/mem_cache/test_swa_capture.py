@@ -24,6 +24,7 @@ from sglang_bitexact_hicache.host_pool import TruthHostPools
 from sglang_bitexact_hicache.layout import C4_POOL, INDEXER_POOL, POOLS, WINDOW_POOL
 from sglang_bitexact_hicache.metrics import Counters
 from sglang_bitexact_hicache.restore import Restore, RestorePipeline
+from sglang_bitexact_hicache.row_mover import Part
 from sglang_bitexact_hicache.runtime import check_rings
 from sglang_bitexact_hicache.staging import DeviceStaging
 from sglang_bitexact_hicache.transfer import ThreadLane
@@ -164,6 +165,13 @@ def test_captured_bytes_are_what_the_forward_produced(bench, start, boundary):
         assert torch.equal(bench.stored(5, section), expected), section
         typed = expected.view(ring.buffer.dtype).view(1, section.rows, -1)
         assert int(sums[section.index]) == int(section_checksums(typed))
+
+
+def test_rows_that_the_layer_would_cast_are_not_taken_for_its_bytes(bench):
+    for ring in all_rings(bench.view):
+        wider = torch.zeros(4, ring.buffer.shape[1], dtype=torch.float64)
+        with pytest.raises(ValueError, match=f"rows of torch.float64, not of {ring.buffer.dtype}"):
+            Part(ring, wider)
 
 
 def test_every_boundary_of_a_batch_is_captured_in_one_go(bench):

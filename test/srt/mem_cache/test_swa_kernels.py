@@ -36,9 +36,7 @@ def lines() -> list[str]:
     [
         "as the model",
         "rings of a draft",
-        "bf16 states",
         "fp8 rows",
-        "fp8 rows, bf16 states",
         "narrow rows",
         "chunks that are views",
         "chunks that are not aligned",

@@ -25,7 +25,7 @@ from gpu.config import PAGE, Shape
 from gpu.inputs import Span
 from gpu.stack import Forward, Stack
 from gpu.strict import guarded, strict
-from sglang_bitexact_hicache import forward_hooks, seams
+from sglang_bitexact_hicache import attach, forward_hooks, seam_table
 from sglang_bitexact_hicache.device_view import DeviceView
 from sglang_bitexact_hicache.host_pool import TruthHostPools
 from sglang_bitexact_hicache.lineage import ROOT, UNKNOWN, RowTable
@@ -45,16 +45,16 @@ def install_hooks() -> None:
     Raises:
         RuntimeError: SGLang's registry did not apply one (it only logs that).
     """
-    for seam in seams.SEAMS:
+    for seam in seam_table.SEAMS:
         if seam.handler in INNER_HOOKS:
             HookRegistry.register(seam.target, guarded(seam.load()), HookType(seam.kind.value))
     HookRegistry.apply_hooks()
-    for seam in seams.SEAMS:
+    for seam in seam_table.SEAMS:
         if seam.handler in INNER_HOOKS:
             found = pkgutil.resolve_name(seam.target)
             if not any(
                 getattr(value, "__wrapped__", value) is seam.load()
-                for value in seams.wrapped_values(found)
+                for value in attach.wrapped_values(found)
             ):
                 raise RuntimeError(f"{seam.target} is not hooked")
     # The outer hook asks a ScheduleBatch for its tree, and the tree for the runtime.

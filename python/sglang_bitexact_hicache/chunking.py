@@ -1,4 +1,4 @@
-"""Seam handlers on PrefillAdder (see seams.py): where a prefill chunk ends. Scheduler thread.
+"""Seam handlers on PrefillAdder (see seam_table.py): where a prefill chunk ends. Scheduler thread.
 
 A chunk is cut at the request's junction (policy.py): its checkpoint then stands exactly where the
 prompt leaves the cached path, so that what follows hangs on the tree's pages and the junction gets

@@ -18,10 +18,11 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_bitexact_hicache import engagement, refusals, seams, sizing
+from sglang_bitexact_hicache import attach, engagement, refusals, seam_checks, sizing
 from sglang_bitexact_hicache.aligned import AlignedPrefill
 from sglang_bitexact_hicache.constants import PAGE_SIZE
 from sglang_bitexact_hicache.options import Options, carry_available_dram, check_env_flags
+from sglang_bitexact_hicache.seam import When
 
 if TYPE_CHECKING:
     from sglang_bitexact_hicache.storage import TruthStorage
@@ -39,8 +40,8 @@ def resolve_hicache(server_args: Any, previous: Callable[[Any], None]) -> None:
     previous(server_args)
     if not engagement.settle(server_args):
         return
-    seams.require_source()
-    seams.require_live(seams.When.ALWAYS, seams.When.FLAG)
+    seam_checks.require_source()
+    seam_checks.require_live(When.ALWAYS, When.FLAG)
     refusals.check(refusals.Startup.of_record(server_args))
     # One reading for all ranks of the host: once they pin, each would see less than the one before.
     carry_available_dram(server_args, free_host_memory())
@@ -70,11 +71,11 @@ def around_create_unified_radix_cache(
         )
     refusals.check(refusals.Startup.of_context(ctx))
     require_draft(ctx.params)
-    phases = [seams.When.ENGAGED]
+    phases = [When.ENGAGED]
     if ctx.params.is_eagle:
-        phases.append(seams.When.SPECULATING)
-    seams.install(*phases)
-    seams.require_live(*phases)
+        phases.append(When.SPECULATING)
+    attach.install(*phases)
+    seam_checks.require_live(*phases)
 
     from sglang_bitexact_hicache.runtime import TruthRuntime
     from sglang_bitexact_hicache.tree import BxCache

@@ -1,4 +1,4 @@
-"""Seam handlers around and inside a forward (see seams.py for their targets).
+"""Seam handlers around and inside a forward (see seam_table.py for their targets).
 
 The running forward is a module-level value that exists only inside the AROUND of
 `forward_batch_generation`: warm-up and graph capture run outside it and are ignored. With EAGLE the

@@ -7,17 +7,18 @@ later whether the feature engages (factory.py).
 
 from __future__ import annotations
 
-from sglang_bitexact_hicache import options, seams
+from sglang_bitexact_hicache import attach, options
+from sglang_bitexact_hicache.seam import When
 
 
 def register() -> None:
     """Registers the seams of the first phase; `load_plugins` applies them afterwards.
 
-    SGLang logs and swallows an exception here. `seams.require_live` finds out, where there is still
+    SGLang logs and swallows an exception here. `seam_checks.require_live` finds out, where there is still
     a seam that runs; a plugin that could not be imported at all leaves SGLang as it is.
     """
     options.install_env_fields()
-    seams.register(seams.When.ALWAYS)
+    attach.register(When.ALWAYS)
     # A value that cannot be read is refused later, where an exception is not swallowed.
     if options.env_problem(options.ENV_FLAG) or options.env_flag(options.ENV_FLAG):
-        seams.register(seams.When.FLAG)
+        attach.register(When.FLAG)

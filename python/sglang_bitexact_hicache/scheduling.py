@@ -1,4 +1,4 @@
-"""Seam handlers on the scheduler's batch (see seams.py for their targets). Scheduler thread."""
+"""Seam handlers on the scheduler's batch (see seam_table.py for their targets). Scheduler thread."""
 
 from __future__ import annotations
 

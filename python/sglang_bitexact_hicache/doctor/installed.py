@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-from sglang_bitexact_hicache import seams
+from sglang_bitexact_hicache import attach, seam_checks
+from sglang_bitexact_hicache import seam_table as table
 from sglang_bitexact_hicache.doctor.report import Finding, Section, State
+from sglang_bitexact_hicache.seam import When
 
 DISTRIBUTION = "sglang-bitexact-hicache"
 GROUP = "sglang.srt.plugins"
@@ -37,12 +39,12 @@ def _own_version() -> Finding:
 
 def _sglang_version() -> Finding:
     try:
-        problem = seams.version_problem()
+        problem = seam_checks.version_problem()
     except ValueError as error:
         return Finding("sglang_version", State.PROBLEM, None, str(error))
     if problem:
-        return Finding("sglang_version", State.PROBLEM, seams.sglang_version(), problem)
-    return Finding("sglang_version", State.OK, seams.SGLANG_VERSION)
+        return Finding("sglang_version", State.PROBLEM, seam_checks.sglang_version(), problem)
+    return Finding("sglang_version", State.OK, table.SGLANG_VERSION)
 
 
 def _entry_point(flag: bool) -> list[Finding]:
@@ -65,10 +67,10 @@ def _entry_point(flag: bool) -> list[Finding]:
 def seam_table(*, source_only: bool) -> Section:
     """A finding for each seam: SGLang's source has it and, unless `source_only`, it is in place here."""
     findings = []
-    for seam in seams.SEAMS:
-        problem = seams.source_problem(seam)
+    for seam in table.SEAMS:
+        problem = seam_checks.source_problem(seam)
         if problem is None and not source_only:
-            problem = seams.live_problem(seam)
+            problem = seam_checks.live_problem(seam)
         kind = f"({seam.when.value}, {seam.kind.value})"
         key = seam.target
         if problem is None:
@@ -83,4 +85,4 @@ def install_everything() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    seams.install(*seams.When)
+    attach.install(*When)

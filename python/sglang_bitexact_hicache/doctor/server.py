@@ -17,7 +17,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_bitexact_hicache import seams
+from sglang_bitexact_hicache import seam_table
 from sglang_bitexact_hicache.doctor.report import Finding, Section, State
 from sglang_bitexact_hicache.exporter import METRICS, PREFIX, Metric, MetricType
 from sglang_bitexact_hicache.options import BACKEND, ENV_BACKEND, ENV_FLAG, SETTINGS
@@ -227,9 +227,9 @@ def _counters(values: Values) -> Section:
 
 def _version(info: Mapping[str, Any]) -> Finding:
     found = info.get("version")
-    if found == seams.SGLANG_VERSION:
+    if found == seam_table.SGLANG_VERSION:
         return Finding("sglang_version", State.OK, found)
-    needed = f"this package is for SGLang {seams.SGLANG_VERSION}"
+    needed = f"this package is for SGLang {seam_table.SGLANG_VERSION}"
     return Finding("sglang_version", State.PROBLEM, found, needed)
 
 

@@ -53,10 +53,11 @@ class NoCopies:
 @contextlib.contextmanager
 def storage_hooks() -> Iterator[None]:
     """The feature's hooks are in place in this process."""
-    from sglang_bitexact_hicache import seams, storage
+    from sglang_bitexact_hicache import attach, storage
+    from sglang_bitexact_hicache.seam import When
 
     with hooks_undone():
-        seams.install(seams.When.ENGAGED)
+        attach.install(When.ENGAGED)
         try:
             yield
         finally:

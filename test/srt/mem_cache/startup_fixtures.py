@@ -191,15 +191,16 @@ def build_context(server_args: Any, *, pages: int = 8, rows: int = 4, pool: Any 
 
 @contextlib.contextmanager
 def hooks_undone() -> Iterator[None]:
-    """Undoes, on exit, what `seams.install` puts into this process, and the registry's memory of it."""
+    """Undoes, on exit, what `attach.install` puts into this process, and the registry's memory of it."""
     from sglang.srt.arg_groups import resolution_hooks
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_bitexact_hicache import seams
+    from sglang_bitexact_hicache import seam_table
+    from sglang_bitexact_hicache.seam import HOOKS
 
     before = []
-    for seam in seams.SEAMS:
-        if seam.kind in seams.HOOKS:
+    for seam in seam_table.SEAMS:
+        if seam.kind in HOOKS:
             owner = pkgutil.resolve_name(seam.target.rpartition(".")[0])
             before.append((owner, seam.attribute, vars(owner)[seam.attribute]))
     hooks = {target: list(entries) for target, entries in HookRegistry._hooks.items()}
@@ -266,7 +267,7 @@ def our_patches() -> set[str]:
     Looks at the functions themselves, in every loaded module and class of SGLang, and not at what
     the hook registry says of them.
     """
-    from sglang_bitexact_hicache.seams import wrapped_values
+    from sglang_bitexact_hicache.attach import wrapped_values
 
     found = set()
     for name, module in list(sys.modules.items()):

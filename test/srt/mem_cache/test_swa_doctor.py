@@ -35,10 +35,19 @@ from startup_fixtures import (
     write_model,
 )
 
-from sglang_bitexact_hicache import engagement, factory, options, refusals, seams, sizing
+from sglang_bitexact_hicache import (
+    attach,
+    engagement,
+    factory,
+    options,
+    refusals,
+    seam_table,
+    sizing,
+)
 from sglang_bitexact_hicache.device_view import DeviceView
 from sglang_bitexact_hicache.doctor import command, configuration, plan
 from sglang_bitexact_hicache.exporter import METRICS, PREFIX, MetricType
+from sglang_bitexact_hicache.seam import When
 
 ROOT = Path(__file__).parents[3]
 FLAG = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
@@ -51,7 +60,7 @@ Findings = dict[str, dict[str, dict[str, Any]]]
 def _hooks():
     with hooks_undone():
         options.install_env_fields()
-        seams.install(seams.When.ALWAYS)
+        attach.install(When.ALWAYS)
         yield
 
 
@@ -112,7 +121,7 @@ def test_without_flags_what_needs_them_is_unknown(doctor):
         "hicache": "unknown",
         "platform": "ok",
     }
-    assert set(found["seams"]) == {seam.target for seam in seams.SEAMS}
+    assert set(found["seams"]) == {seam.target for seam in seam_table.SEAMS}
     assert "layout" not in found
 
 

@@ -15,12 +15,12 @@ import pytest
 from startup_fixtures import ENGAGING_ENV, environment, hooks_undone
 
 from sglang_bitexact_hicache import __main__ as command
-from sglang_bitexact_hicache import seams
-from sglang_bitexact_hicache.seams import Kind, Seam, When
+from sglang_bitexact_hicache import attach, seam_checks, seam_table
+from sglang_bitexact_hicache.seam import HOOKS, Kind, Seam, When
 
 
 def _seam(name: str) -> Seam:
-    (seam,) = (seam for seam in seams.SEAMS if seam.target.endswith(f".{name}"))
+    (seam,) = (seam for seam in seam_table.SEAMS if seam.target.endswith(f".{name}"))
     return seam
 
 
@@ -29,7 +29,7 @@ def table(monkeypatch):
     """Replaces the seam table by these rows."""
 
     def replace(*rows: Seam) -> None:
-        monkeypatch.setattr(seams, "SEAMS", rows)
+        monkeypatch.setattr(seam_table, "SEAMS", rows)
 
     return replace
 
@@ -44,10 +44,10 @@ def _hooks():
 
 
 def test_sglang_is_the_one_the_table_was_written_for():
-    seams.require_source()
+    seam_checks.require_source()
 
 
-@pytest.mark.parametrize("seam", seams.SEAMS, ids=lambda seam: seam.target.rpartition(".")[2])
+@pytest.mark.parametrize("seam", seam_table.SEAMS, ids=lambda seam: seam.target.rpartition(".")[2])
 def test_every_row_is_complete(seam):
     assert seam.why
     assert seam.parameters
@@ -58,7 +58,7 @@ def test_every_row_is_complete(seam):
 
 
 def test_no_target_is_hooked_twice():
-    hooked = [seam.target for seam in seams.SEAMS if seam.kind in seams.HOOKS]
+    hooked = [seam.target for seam in seam_table.SEAMS if seam.kind in HOOKS]
     assert len(hooked) == len(set(hooked))
 
 
@@ -73,11 +73,11 @@ def test_the_subclass_rows_are_exactly_what_our_classes_override():
             for name, value in vars(ours).items()
             if inspect.isfunction(value) and name[:2] != "__" and hasattr(stock, name)
         }
-    assert overridden == {s.handler for s in seams.SEAMS if s.kind is Kind.SUBCLASS}
+    assert overridden == {s.handler for s in seam_table.SEAMS if s.kind is Kind.SUBCLASS}
 
 
 def test_our_overrides_take_what_stock_passes():
-    for seam in seams.SEAMS:
+    for seam in seam_table.SEAMS:
         if seam.kind is Kind.SUBCLASS:
             ours = inspect.signature(seam.load()).parameters
             named = tuple(n for n, p in ours.items() if p.kind is not p.VAR_KEYWORD)
@@ -95,18 +95,18 @@ def test_a_missing_target_is_named_with_the_version(table):
         gone = dataclasses.replace(seam, target=lost)
         table(seam, gone)
         with pytest.raises(ValueError) as error:
-            seams.require_source(seams.SEAMS)
+            seam_checks.require_source(seam_table.SEAMS)
         text = str(error.value)
         assert f"{lost} (around): missing" in text
         assert "0.5.23" in text
         assert len(text.splitlines()) == 2
 
 
-@pytest.mark.parametrize("seam", seams.SEAMS, ids=lambda seam: seam.target)
+@pytest.mark.parametrize("seam", seam_table.SEAMS, ids=lambda seam: seam.target)
 def test_a_changed_signature_is_named(seam):
     changed = dataclasses.replace(seam, parameters=(*seam.parameters[:-1], "another"))
     with pytest.raises(ValueError) as error:
-        seams.require_source([changed])
+        seam_checks.require_source([changed])
     assert f"{seam.target} ({seam.kind.value}): signature: " in str(error.value)
     assert f"({', '.join(seam.parameters)}) and not " in str(error.value)
 
@@ -115,9 +115,9 @@ def test_a_changed_signature_is_named(seam):
 def test_a_hook_that_the_registry_swallows_is_named(table):
     gone = dataclasses.replace(_seam("prepare_for_extend"), target="sglang.srt.gone.Nothing.at_all")
     table(gone)
-    seams.install(When.ENGAGED)  # SGLang logs an error, and nothing else happens
+    attach.install(When.ENGAGED)  # SGLang logs an error, and nothing else happens
     with pytest.raises(ValueError, match=r"sglang\.srt\.gone\.Nothing\.at_all .*not in place"):
-        seams.require_live(When.ENGAGED, seams=[gone])
+        seam_checks.require_live(When.ENGAGED, seams=[gone])
 
 
 @pytest.mark.usefixtures("_hooks")
@@ -126,11 +126,11 @@ def test_a_hook_that_somebody_removed_is_named():
 
     seam = _seam("prepare_for_extend")
     stock = ScheduleBatch.prepare_for_extend
-    seams.install(When.ENGAGED)
-    assert seams.live_problem(seam) is None
+    attach.install(When.ENGAGED)
+    assert seam_checks.live_problem(seam) is None
     ScheduleBatch.prepare_for_extend = stock
     with pytest.raises(ValueError, match="prepare_for_extend"):
-        seams.require_live(When.ENGAGED)
+        seam_checks.require_live(When.ENGAGED)
 
 
 @pytest.mark.usefixtures("_hooks")
@@ -146,9 +146,9 @@ def test_a_target_that_another_plugin_hooked_first_gets_our_hook_too():
 
     HookRegistry.register(seam.target, theirs, HookType.AROUND)
     HookRegistry.apply_hooks()
-    seams.install(When.ENGAGED)
-    seams.require_live(When.ENGAGED)
-    wrapped = list(seams.wrapped_values(ScheduleBatch.prepare_for_extend))
+    attach.install(When.ENGAGED)
+    seam_checks.require_live(When.ENGAGED)
+    wrapped = list(attach.wrapped_values(ScheduleBatch.prepare_for_extend))
     assert seam.load() in wrapped
     assert wrapped.count(theirs) == 1
 
@@ -158,25 +158,25 @@ def test_installing_twice_changes_nothing():
     from sglang.srt.arg_groups import resolution_hooks
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    seams.install(*When)
+    attach.install(*When)
     hooks = {target: len(entries) for target, entries in HookRegistry._hooks.items()}
     steps = {name: len(entries) for name, entries in resolution_hooks._HOOKS.items()}
-    seams.install(*When)
+    attach.install(*When)
     assert {target: len(entries) for target, entries in HookRegistry._hooks.items()} == hooks
     assert {name: len(entries) for name, entries in resolution_hooks._HOOKS.items()} == steps
-    seams.require_live(*When)
+    seam_checks.require_live(*When)
 
 
 def test_a_handler_that_is_not_there_is_named():
     lost = dataclasses.replace(_seam("prepare_for_extend"), handler="scheduling:gone")
     with pytest.raises(ValueError, match="no handler"):
-        seams.require_live(When.ENGAGED, seams=[lost])
+        seam_checks.require_live(When.ENGAGED, seams=[lost])
 
 
 def test_an_override_that_overrides_something_else_is_named():
     lost = dataclasses.replace(_seam("_match_tree"), handler="tree:BxCache._reset_full")
     with pytest.raises(ValueError, match="does not override"):
-        seams.require_live(When.ENGAGED, seams=[lost])
+        seam_checks.require_live(When.ENGAGED, seams=[lost])
 
 
 # ---- the version
@@ -193,13 +193,13 @@ def _pretend(monkeypatch, version: str) -> None:
 def test_another_version_is_refused(version, monkeypatch):
     _pretend(monkeypatch, version)
     with pytest.raises(ValueError) as error:
-        seams.require_source()
+        seam_checks.require_source()
     assert f"SGLang 0.5.23 is needed, {version} is installed" in str(error.value)
 
 
 def test_a_local_build_of_the_version_is_the_version(monkeypatch):
     _pretend(monkeypatch, "0.5.23+rocm700")
-    seams.require_source()
+    seam_checks.require_source()
 
 
 def test_no_sglang_is_an_error_too(monkeypatch):
@@ -208,7 +208,7 @@ def test_no_sglang_is_an_error_too(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(ValueError, match="SGLang is not installed"):
-        seams.sglang_version()
+        seam_checks.sglang_version()
 
 
 @pytest.mark.usefixtures("_hooks")
@@ -217,7 +217,7 @@ def test_another_version_ends_a_server_in_its_launcher(monkeypatch, tmp_path):
 
     _pretend(monkeypatch, "0.5.24")
     with environment(**ENGAGING_ENV):
-        seams.install(When.ALWAYS, When.FLAG)
+        attach.install(When.ALWAYS, When.FLAG)
         with pytest.raises(ValueError, match=r"0\.5\.24"):
             resolve(write_model(tmp_path / "model"))
 
@@ -230,7 +230,7 @@ def test_doctor_reads_the_source(capsys):
     out = capsys.readouterr().out
     assert re.search(r"ok +sglang_version +0\.5\.23\n", out)
     assert "everything fits" in out
-    for seam in seams.SEAMS:
+    for seam in seam_table.SEAMS:
         assert seam.target in out
 
 
@@ -270,7 +270,7 @@ def test_doctor_in_a_process_of_its_own_installs_everything():
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "everything fits" in done.stdout
-    assert done.stdout.count("found") == len(seams.SEAMS)
+    assert done.stdout.count("found") == len(seam_table.SEAMS)
 
 
 def test_the_page_in_docs_is_the_table():
@@ -279,6 +279,6 @@ def test_the_page_in_docs_is_the_table():
     expected = [
         f"| `{s.target.removeprefix('sglang.srt.')}` | {s.kind.value}, {s.when.value} "
         f"| `{s.handler}` | {s.caller} |"
-        for s in seams.SEAMS
+        for s in seam_table.SEAMS
     ]
     assert rows == expected

@@ -32,8 +32,17 @@ from startup_fixtures import (
     write_model,
 )
 
-from sglang_bitexact_hicache import engagement, factory, options, refusals, seams, sizing
+from sglang_bitexact_hicache import (
+    attach,
+    engagement,
+    factory,
+    options,
+    refusals,
+    seam_checks,
+    sizing,
+)
 from sglang_bitexact_hicache.options import Options
+from sglang_bitexact_hicache.seam import When
 
 ALIGNED = "--hicache-swa-offload-aligned-prefill"
 CHUNK = ("--chunked-prefill-size", "512")
@@ -48,7 +57,7 @@ def _hooks():
     """The hooks of a process that loaded plugins with the flag on."""
     with hooks_undone():
         options.install_env_fields()
-        seams.install(seams.When.ALWAYS, seams.When.FLAG)
+        attach.install(When.ALWAYS, When.FLAG)
         yield
 
 
@@ -548,9 +557,9 @@ def test_engaged_builds_our_cache_with_the_byte_side(model):
     assert f"device staging {staging / 1e9:.3f} GB a rank; on this host 1 rank(s)" in message
     assert message.endswith("checks on")
     assert cache.store.capacity == 17
-    seams.require_live(*(when for when in seams.When if when is not seams.When.SPECULATING))
+    seam_checks.require_live(*(when for when in When if when is not When.SPECULATING))
     with pytest.raises(ValueError, match="_resolve_spec_v2_tokens"):
-        seams.require_live(seams.When.SPECULATING)
+        seam_checks.require_live(When.SPECULATING)
 
 
 @pytest.mark.usefixtures("_cpu")

@@ -14,6 +14,11 @@ from collections.abc import Sequence
 from sglang_bitexact_hicache.doctor import configuration, installed
 from sglang_bitexact_hicache.doctor.report import Finding, Report, Section, State
 
+TIMEOUT = 10.0
+"""Seconds that a server has to answer."""
+
+LONGEST_TIMEOUT = 86_400.0
+
 _EPILOG = """\
 exit status: 0 everything fits; 1 a problem; 2 the command line is wrong, or the server does not answer
 
@@ -38,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor = commands.add_parser(
         "doctor",
         help="does the feature fit this SGLang, these server flags, that server?",
-        usage="%(prog)s [--json] [--source-only | --url URL | -- SERVER FLAGS ...]",
+        usage="%(prog)s [--json] [--source-only | -- SERVER FLAGS ...]\n"
+        "       %(prog)s [--json] --url URL [--api-key KEY] [--timeout SECONDS]",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -52,11 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     what.add_argument("--url", help="ask a running server instead of this installation")
     doctor.add_argument("--api-key", metavar="KEY", help="of the server at URL")
     doctor.add_argument(
-        "--timeout", type=float, default=10.0, metavar="SECONDS", help="to wait for it (10)"
+        "--timeout", type=_seconds, metavar="SECONDS", help=f"to wait for it ({TIMEOUT:g})"
     )
     args = parser.parse_args(asked)
     if cut < len(words) and (args.url is not None or args.source_only):
         doctor.error("SERVER FLAGS cannot be given with --url or --source-only")
+    if args.url is None and (args.api_key is not None or args.timeout is not None):
+        doctor.error("--api-key and --timeout need --url")
     if cut < len(words) and not server_flags:
         doctor.error("no SERVER FLAGS behind --")
     # What SGLang prints while it is imported is not part of the report.
@@ -64,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.url is not None:
             from sglang_bitexact_hicache.doctor import server
 
-            sections = server.ask(args.url, api_key=args.api_key, timeout=args.timeout)
+            sections = server.ask(args.url, api_key=args.api_key, timeout=args.timeout or TIMEOUT)
         elif args.source_only:
             sections = _of_source()
         else:
@@ -72,6 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     report = Report(sections)
     print(report.json() if args.json else report.text())
     return report.status
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < LONGEST_TIMEOUT:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and {LONGEST_TIMEOUT:g}")
+    return seconds
 
 
 def _of_source() -> list[Section]:

@@ -109,8 +109,8 @@ def _get(url: str, api_key: str | None, timeout: float) -> str:
         if error.code in (401, 403):
             raise Unreachable("the server asks for its key: give --api-key") from None
         raise Unreachable(f"{url} answers {error.code} {error.reason}") from None
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        # A refused connection, a time-out, a name or a URL that is none, no HTTP.
+    except (OSError, ValueError, OverflowError, http.client.HTTPException) as error:
+        # A refused connection, a time-out, a name, a port or a URL that is none, no HTTP.
         raise Unreachable(f"no server answers: {getattr(error, 'reason', error)}") from None
     return body.decode(errors="replace")
 

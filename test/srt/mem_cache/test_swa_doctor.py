@@ -180,6 +180,11 @@ def test_text_and_json_say_the_same(capsys):
         ["--url", "http://127.0.0.1:1", "--", "--model-path", "x"],
         ["--"],
         ["--nonsense"],
+        ["--api-key", "k"],
+        ["--timeout", "5"],
+        ["--url", "http://127.0.0.1:1", "--timeout", "0"],
+        ["--url", "http://127.0.0.1:1", "--timeout", "nan"],
+        ["--url", "http://127.0.0.1:1", "--timeout", "1e12"],
     ],
 )
 def test_a_wrong_command_line_is_status_2(words, capsys):
@@ -495,7 +500,17 @@ def test_nobody_there_is_status_2(doctor):
     assert "no server answers" in found["server"]["answers"]["detail"]
 
 
-@pytest.mark.parametrize("url", ["http://", "nothing at all", "ftp://127.0.0.1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://",
+        "nothing at all",
+        "ftp://127.0.0.1",
+        "127.0.0.1:99999",
+        "127.0.0.1:-1",
+        "http://h:p",
+    ],
+)
 def test_no_url_is_status_2(doctor, url):
     assert doctor("--url", url)[0] == 2
 

@@ -12,6 +12,7 @@ moved: ``control name noticed`` or ``missed``. Exit status 0 if every line is as
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,7 +24,7 @@ from sglang_bitexact_hicache.checksum import section_checksums
 from sglang_bitexact_hicache.device_view import DeviceView
 from sglang_bitexact_hicache.gather import Source
 from sglang_bitexact_hicache.kernel_mover import KernelMover
-from sglang_bitexact_hicache.layout import C4_POOL, POOLS
+from sglang_bitexact_hicache.layout import C4_POOL, POOLS, WINDOW_POOL
 from sglang_bitexact_hicache.row_mover import Part, RowMover
 from sglang_bitexact_hicache.staging import DeviceStaging
 
@@ -225,7 +226,23 @@ def controls(device: torch.device) -> dict[str, bool]:
     count = compare(partial(world.captured, CHUNK, True), world, spare)
     noticed["nothing, where the bit is not in a window"] = count == 0
     noticed |= sums_of_moved_windows(world)
+    noticed["a ring of every other row"] = refused(world, window.buffer[::2])
+    noticed["a ring that begins within a word"] = refused(
+        world, window.buffer.flatten()[1:-63].view(-1, 64)
+    )
     return noticed
+
+
+def refused(world: World, buffer: torch.Tensor) -> bool:
+    """Whether kernels are not made for rings of which the first window is this one."""
+    first, *others = world.view.rings[WINDOW_POOL]
+    rings = {**world.view.rings, WINDOW_POOL: (dataclasses.replace(first, buffer=buffer), *others)}
+    view = SimpleNamespace(rings=rings, layout=world.view.layout, device=world.device)
+    try:
+        KernelMover(view, world.staging, pin=False)
+    except ValueError:
+        return True
+    return False
 
 
 def sums_of_moved_windows(world: World) -> dict[str, bool]:

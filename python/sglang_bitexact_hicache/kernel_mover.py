@@ -33,8 +33,15 @@ class CaptureIndex(NamedTuple):
     reads_ring: bool
 
 
+ALIGNMENT = 4 * kernels.ALIGNED_WORDS
+"""Of a ring's first byte; its rows follow from it."""
+
+
 class KernelMover(RowMover):
-    """See the module's docstring. The rings are allocated once and never move."""
+    """See the module's docstring. The rings are allocated once and never move.
+
+    Raises ValueError where a ring is not the plain rows that the kernels take it for.
+    """
 
     def __init__(self, view: DeviceView, staging: DeviceStaging, *, pin: bool) -> None:
         super().__init__(view, staging, pin=pin)
@@ -43,6 +50,12 @@ class KernelMover(RowMover):
             (ring for rings in view.rings.values() for ring in rings),
             key=lambda ring: (ring.section.layer, ring.section.index),
         )
+        for ring in by_layer:
+            if not ring.buffer.is_contiguous() or ring.buffer.data_ptr() % ALIGNMENT:
+                raise ValueError(
+                    f"the ring of {ring.section.pool}, layer {ring.section.layer}, is not contiguous "
+                    f"rows from a multiple of {ALIGNMENT} bytes on"
+                )
         words = math.gcd(*(ring.section.row_bytes // 4 for ring in by_layer))
         self._segment = min(kernels.MAX_SEGMENT_WORDS, words & -words)
         block = 4 * self._segment * kernels.BLOCK_SEGMENTS

@@ -57,6 +57,8 @@ def test_a_kernel_leaves_what_plain_torch_leaves(lines, world, what):
         "two rows swapped",
         "a window that is moved on",
         "nothing, where they are back",
+        "a ring of every other row",
+        "a ring that begins within a word",
     ],
 )
 def test_control(lines, broken):

@@ -460,14 +460,6 @@ RULES: tuple[Rule, ...] = (
         planned=True,
     ),
     Rule(
-        "speculation_ranks",
-        "--tp-size",
-        "must be 1, or --dp-size with --enable-dp-attention, with --speculative-algorithm: that "
-        "ranks which hold the same KV decide alike with a draft is not proved",
-        _speculating(lambda s: s.cfg.tp_size != s.cfg.attn_dp_size),
-        planned=True,
-    ),
-    Rule(
         "speculation_prefill_coordination",
         "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION",
         "must be unset with --speculative-algorithm: one rank's rounds beside the prompts of another "

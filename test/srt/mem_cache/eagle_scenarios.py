@@ -173,6 +173,7 @@ def decoded_pages(
     new: int,
     ways: Sequence[str],
     commit: str = "",
+    ranks: Container[int] = EVERY_RANK,
 ) -> Steps:
     """Answers that complete their first page in the way that is asked for, and a second turn for each,
     which resumes there.
@@ -189,6 +190,7 @@ def decoded_pages(
             last one, each alone.
         commit: how the decision about candidates is broken; "first": the first candidate of a boundary is
             published, whatever was accepted.
+        ranks: on which it is broken.
 
     Returns a dict: the way in which each page was completed, whether the answers are those without any
     forced draft, results, drafts and accepted lengths for each of the ways, counter gains of the first
@@ -203,7 +205,8 @@ def decoded_pages(
     known = {rid: [*ids, *r.ids] for rid, ids, r in zip(rids, prompts, free, strict=True)}
     first = Drafting(h, known, dict(zip(rids, plans, strict=True)))
     before = counters(h)
-    settle = first_candidate_wins if commit == "first" else Rounds.settle
+    broken = commit == "first" and h.rank in ranks
+    settle = first_candidate_wins if broken else Rounds.settle
     with first.watched(), patched(Rounds, "settle", settle):
         reqs = [
             h.submit(ids, answer - len(ids), rid=rid)

@@ -460,6 +460,14 @@ RULES: tuple[Rule, ...] = (
         planned=True,
     ),
     Rule(
+        "speculation_groups",
+        "--dp-size",
+        "must be 1 or --tp-size with --enable-dp-attention and --speculative-algorithm: attention groups "
+        "of several ranks beside each other were not tried with a draft",
+        _speculating(lambda s: s.cfg.attn_dp_size not in (1, s.cfg.tp_size)),
+        planned=True,
+    ),
+    Rule(
         "speculation_prefill_coordination",
         "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION",
         "must be unset with --speculative-algorithm: one rank's rounds beside the prompts of another "

@@ -342,6 +342,9 @@ CASES: dict[str, Case] = {
     "speculation": _case("--speculative-algorithm", "DSPARK"),
     "speculation_topk": _case(*EAGLE, declared={"speculative_eagle_topk": 2}),
     "speculation_layers": _case(*EAGLE, declared={"enable_multi_layer_eagle": True}),
+    "speculation_groups": _case(
+        *EAGLE, "--tp-size", "4", "--dp-size", "2", "--enable-dp-attention"
+    ),
     "speculation_prefill_coordination": _case(
         *EAGLE, env={"SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION": "1"}
     ),
@@ -418,7 +421,6 @@ def test_all_that_is_wrong_is_said_at_once(model):
         (*EAGLE, "--tp-size", "2"),
         (*EAGLE, "--dp-size", "2"),
         (*EAGLE, "--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
-        (*EAGLE, "--tp-size", "4", "--dp-size", "2", "--enable-dp-attention"),
         (*EAGLE, "--tp-size", "2", "--attn-dp-size", "2"),
     ],
 )

@@ -57,14 +57,7 @@ class DeviceView:
         first, last = pool._stage_start, pool._stage_end
         layers = tuple(range(first, last))
         ratios = tuple(pool.compression_ratios[layer] for layer in layers)
-        fp8 = pool._unified_kv_fp8
-        windows = {
-            layer: (
-                plain_rows(unified.get_unified_kv(layer - first)),
-                *([unified.get_unified_kv_rope(layer - first)] if fp8 else []),
-            )
-            for layer in layers
-        }
+        windows = {layer: _window(pool, layer - first) for layer in layers}
         c4, indexer = (
             {
                 layer: (pools[layer].kv_score_buffer.kv_score,)
@@ -139,20 +132,31 @@ class DeviceView:
 
 
 def _draft_windows(pool: Any, draft: Any) -> list[tuple[torch.Tensor, ...]]:
-    """The window of each of a draft's layers; its rows and rings are like the target's."""
-    unified, target = getattr(draft, "unified_kv_pool", None), pool.unified_kv_pool
-    if unified is None or any(draft.compression_ratios) or draft._unified_kv_fp8:
+    """The window of each of a draft's layers, in its planes; its rows and rings are like the target's."""
+    if getattr(draft, "unified_kv_pool", None) is None or any(draft.compression_ratios):
         raise ValueError(
-            "--speculative-draft-model-path: the draft's layers must keep bf16 windows and nothing else"
+            "--speculative-draft-model-path: the draft's layers must keep windows and nothing else"
         )
-    windows = [unified.get_unified_kv(layer) for layer in range(len(draft.compression_ratios))]
-    sizes = {(pool.unified_swa_ring_size, target.get_unified_kv(0).shape[1])}
-    sizes.update((draft.unified_swa_ring_size, window.shape[1]) for window in windows)
-    if len(sizes) > 1 or pool._unified_kv_fp8:
+    windows = [_window(draft, layer) for layer in range(len(draft.compression_ratios))]
+    target = _ring_shape(pool, _window(pool, 0))
+    shapes = [_ring_shape(draft, window) for window in windows]
+    if any(shape != target for shape in shapes):
         raise ValueError(
-            f"--speculative-draft-model-path: the draft's rings (rows, row) differ: {sorted(sizes)}"
+            "--speculative-draft-model-path: the draft's rings (rows, widths and dtypes of a row) "
+            f"differ: {shapes}, the target's are {target}"
         )
-    return [(window,) for window in windows]
+    return windows
+
+
+def _window(pool: Any, layer: int) -> tuple[torch.Tensor, ...]:
+    """The planes of a layer's window; `layer` counts from the first of the pool's stage."""
+    unified = pool.unified_kv_pool
+    planes = (plain_rows(unified.get_unified_kv(layer)),)
+    return (*planes, unified.get_unified_kv_rope(layer)) if pool._unified_kv_fp8 else planes
+
+
+def _ring_shape(pool: Any, window: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    return (pool.unified_swa_ring_size, *((plane.shape[1], plane.dtype) for plane in window))
 
 
 def plain_rows(rows: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,6 @@ class Startup:
         ratios: the compression ratios of the model's layers.
         online_compress: whether the C128 compressor runs in its online form.
         narrow_states: whether compressor states are kept in bf16.
-        fp8_rows: whether the KV rows are fp8 (two planes), or would be on a device that has it.
         prefill_coordination: whether one rank's rounds may run beside the prompts of another.
         hybrid_swa: whether the prefix cache has the components FULL and SWA.
     """
@@ -64,7 +63,6 @@ class Startup:
     ratios: frozenset[int]
     online_compress: bool
     narrow_states: bool
-    fp8_rows: bool
     prefill_coordination: bool
     hybrid_swa: bool
 
@@ -85,7 +83,6 @@ class Startup:
             ratios=frozenset(hf_config.compress_ratios),
             online_compress=envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get(),
             narrow_states=compress_state_dtype() == "bfloat16",
-            fp8_rows=envs.SGLANG_DSV4_UNIFIED_KV_FP8.get(),
             prefill_coordination=envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get(),
             hybrid_swa=not cfg.disable_hybrid_swa_memory,
         )
@@ -106,7 +103,6 @@ class Startup:
             ratios=frozenset(kvcache.compression_ratios),
             online_compress=envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get(),
             narrow_states=compress_state_dtype() == "bfloat16",
-            fp8_rows=kvcache._unified_kv_fp8,
             prefill_coordination=envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get(),
             hybrid_swa=ctx.is_hybrid_swa and not ctx.is_hybrid_ssm,
         )
@@ -464,18 +460,11 @@ RULES: tuple[Rule, ...] = (
         planned=True,
     ),
     Rule(
-        "speculation_fp8",
-        "SGLANG_DSV4_UNIFIED_KV_FP8",
-        "must be unset with --speculative-algorithm: fp8 rows were not tried with a draft",
-        _speculating(lambda s: s.fp8_rows),
-        planned=True,
-    ),
-    Rule(
-        "speculation_ranks",
-        "--tp-size",
-        "must be 1, or --dp-size with --enable-dp-attention, with --speculative-algorithm: that "
-        "ranks which hold the same KV decide alike with a draft is not proved",
-        _speculating(lambda s: s.cfg.tp_size != s.cfg.attn_dp_size),
+        "speculation_groups",
+        "--dp-size",
+        "must be 1 or --tp-size with --enable-dp-attention and --speculative-algorithm: attention groups "
+        "of several ranks beside each other were not tried with a draft",
+        _speculating(lambda s: s.cfg.attn_dp_size not in (1, s.cfg.tp_size)),
         planned=True,
     ),
     Rule(

@@ -25,13 +25,16 @@ STATE_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of an element of the compressor state, by dtype."""
 
 
-def layout_of(model_config: Any, *, fp8: bool, state_dtype: str) -> RecordLayout:
-    """The record layout that the device pool of this model implies, on one pipeline stage.
+def layout_of(
+    model_config: Any, *, fp8: bool, state_dtype: str, draft_layers: int = 0
+) -> RecordLayout:
+    """The record layout that the device pools of this model imply, on one pipeline stage.
 
     Args:
         model_config: SGLang's ModelConfig of a DeepSeek-V4 model.
         fp8: whether the rows are fp8 (SGLANG_DSV4_UNIFIED_KV_FP8).
         state_dtype: of the compressor state, a key of STATE_BYTES.
+        draft_layers: how many layers a draft adds, behind the model's.
     """
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DSV4_FP8_NOPE_ROW_BYTES
 
@@ -42,20 +45,21 @@ def layout_of(model_config: Any, *, fp8: bool, state_dtype: str) -> RecordLayout
     # keys and scores, for the two halves of an overlapping window each
     state = 2 * 2 * STATE_BYTES[state_dtype]
     return RecordLayout(
-        layers=tuple(range(len(ratios))),
-        ratios=ratios,
+        layers=tuple(range(len(ratios) + draft_layers)),
+        ratios=ratios + (0,) * draft_layers,
         window_row_bytes=DSV4_FP8_NOPE_ROW_BYTES if fp8 else 2 * (nope + rope),
         c4_row_bytes=state * (nope + rope),
         indexer_row_bytes=state * model_config.index_head_dim,
         window_dtype="float8_e4m3fn" if fp8 else "bfloat16",
         state_dtype=state_dtype,
         rope_row_bytes=2 * rope if fp8 else 0,
+        draft_layers=draft_layers,
     )
 
 
 def plan(record: Any) -> list[Section]:
     """Layout and pools of one rank. `record`: resolved ServerArgs of DeepSeek-V4 that no rule refuses."""
-    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
     from sglang.srt.environ import envs
 
     fp8 = envs.SGLANG_DSV4_UNIFIED_KV_FP8.get()
@@ -64,7 +68,9 @@ def plan(record: Any) -> list[Section]:
     if state_dtype not in STATE_BYTES:
         detail = f"SGLANG_DSV4_COMPRESS_STATE_DTYPE must be one of {', '.join(STATE_BYTES)}"
         return [Section("layout", _LAYOUT, [Finding("digest", State.PROBLEM, state_dtype, detail)])]
-    layout = layout_of(model_config, fp8=fp8, state_dtype=state_dtype)
+    # Any draft but one NextN layer is refused.
+    drafts = int(resolving_view(record).speculative_algorithm is not None)
+    layout = layout_of(model_config, fp8=fp8, state_dtype=state_dtype, draft_layers=drafts)
     return [_layout_section(layout, fp8), _pools_section(record, layout, model_config.context_len)]
 
 
@@ -83,7 +89,8 @@ def _layout_section(layout: RecordLayout, fp8: bool) -> Section:
                 "layers",
                 State.OK,
                 len(layout.layers),
-                f"of which {len(layout.c4_layers)} of ratio 4",
+                f"of which {len(layout.c4_layers)} of ratio 4"
+                + (f", {layout.draft_layers} the draft's" if layout.draft_layers else ""),
             ),
             Finding("slot_bytes", State.OK, layout.slot_bytes),
             *(Finding(f"{p}_bytes", State.OK, layout.record_bytes(p)) for p in POOLS),

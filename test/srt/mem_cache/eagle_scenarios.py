@@ -33,6 +33,7 @@ from scenarios import (
 from scheduler_harness import Harness, Result, Steps
 from sync_watch import SyncWatch
 
+from dsv4_reference_platform.kernels.two_pool import PAYLOAD_BYTES
 from sglang_bitexact_hicache.layout import WINDOW_POOL
 from sglang_bitexact_hicache.rounds import Rounds
 
@@ -172,6 +173,7 @@ def decoded_pages(
     new: int,
     ways: Sequence[str],
     commit: str = "",
+    ranks: Container[int] = EVERY_RANK,
 ) -> Steps:
     """Answers that complete their first page in the way that is asked for, and a second turn for each,
     which resumes there.
@@ -184,9 +186,11 @@ def decoded_pages(
         lengths: of their prompts.
         ways: of the second turns. Restored, from the device or from host memory ("device", "host"); with
             the copied rows put into their row instead ("placed"); as that, with the draft's rows left as
-            they were ("target"); with nothing put there ("nothing").
+            they were ("target"); with nothing put there ("nothing"); with nothing cached ("cold"), the
+            last one, each alone.
         commit: how the decision about candidates is broken; "first": the first candidate of a boundary is
             published, whatever was accepted.
+        ranks: on which it is broken.
 
     Returns a dict: the way in which each page was completed, whether the answers are those without any
     forced draft, results, drafts and accepted lengths for each of the ways, counter gains of the first
@@ -201,7 +205,8 @@ def decoded_pages(
     known = {rid: [*ids, *r.ids] for rid, ids, r in zip(rids, prompts, free, strict=True)}
     first = Drafting(h, known, dict(zip(rids, plans, strict=True)))
     before = counters(h)
-    settle = first_candidate_wins if commit == "first" else Rounds.settle
+    broken = commit == "first" and h.rank in ranks
+    settle = first_candidate_wins if broken else Rounds.settle
     with first.watched(), patched(Rounds, "settle", settle):
         reqs = [
             h.submit(ids, answer - len(ids), rid=rid)
@@ -247,6 +252,9 @@ def decoded_pages(
         "nothing": skipping(runtime._restore),
     }
     for way in ways:
+        if way == "cold":
+            report[way] = yield from _one_by_one(h, turns, new)
+            continue
         apply = appliers[way]
         yield from AWAY["host" if way == "host" else "device"](h)
         dirty_rings(h)
@@ -271,6 +279,19 @@ def decoded_pages(
     return report
 
 
+def _one_by_one(h: Harness, prompts: Sequence[Sequence[int]], new: int) -> Steps:
+    """Each prompt with nothing cached: their results, and what their rounds drafted and accepted."""
+    report: dict[str, Any] = {"results": [], "proposed": [], "accepted": []}
+    for i, ids in enumerate(prompts):
+        yield from h.flush()
+        rounds = Drafting(h)
+        with rounds.watched():
+            report["results"] += yield from h.finish(h.submit(ids, new, rid=f"cold-{i}"))
+        report["proposed"].append(rounds.proposed[f"cold-{i}"])
+        report["accepted"].append(rounds.accepted[f"cold-{i}"])
+    return report
+
+
 def first_candidate_wins(
     rounds: Rounds, request: Any, number: int, before: int, after: int
 ) -> tuple[Any, bool]:
@@ -284,9 +305,20 @@ def first_candidate_wins(
     return done.candidate, True
 
 
+def planes(h: Harness) -> Steps:
+    """Of the target's first layer and of the draft's: the planes of its window, each as dtype and bytes
+    of a row."""
+    yield
+    view = h.runtime.view
+    return tuple(
+        [(str(ring.buffer.dtype), ring.section.row_bytes) for ring in view.window_rings(layer)]
+        for layer in (0, view.draft_base)
+    )
+
+
 def records(h: Harness, ids: Sequence[int]) -> Steps:
-    """A digest of the record of each boundary of a prompt that ran alone: by boundary, of the target's
-    windows and states, and of the draft's windows."""
+    """Digests of the record of each boundary of a prompt that ran alone: of the target's windows and
+    states, and of the draft's windows. The bytes of fp8 rows that no kernel writes are left out."""
     yield from h.flush()
     runtime = h.runtime
     found: dict[int, tuple[str, str]] = {}
@@ -298,9 +330,12 @@ def records(h: Harness, ids: Sequence[int]) -> Steps:
         for source, wanted in captures:
             parts = [b"", b""]
             for rings in runtime.view.rings.values():
-                for section in (ring.section for ring in rings):
+                for ring in rings:
+                    section = ring.section
                     record = runtime.pools.record(section.pool, wanted.slot)
                     rows = record[section.offset : section.offset + section.nbytes]
+                    if ring.buffer.dtype == torch.uint8:
+                        rows = rows.view(section.rows, -1)[:, :PAYLOAD_BYTES].contiguous()
                     parts[section.layer >= runtime.view.draft_base] += bytes(rows.numpy())
             assert all(parts)
             found[source.boundary] = tuple(hashlib.sha256(part).hexdigest() for part in parts)
@@ -375,16 +410,20 @@ def watched(h: Harness) -> Steps:
 
 
 def broken_draft(
-    h: Harness, ids: Sequence[int], new: int, checked: bool, ranks: Container[int] = EVERY_RANK
+    h: Harness,
+    ids: Sequence[int],
+    new: int,
+    checked: bool,
+    ranks: Container[int] = EVERY_RANK,
+    plane: int = 0,
 ) -> Steps:
-    """A repeat after one bit of a draft's window was flipped in host memory, on some ranks: (cold, hit,
-    gains)."""
+    """A repeat after one bit of a draft's window, in one plane of it, was flipped in host memory, on some
+    ranks: (cold, hit, gains)."""
     yield from h.flush()
     first = yield from h.generate(ids, new)
     yield from h.settle()
     runtime = h.runtime
-    draft = runtime.view.rings[WINDOW_POOL][-1]
-    assert draft.section.layer == runtime.view.draft_base
+    draft = runtime.view.window_rings(runtime.view.draft_base)[plane]
     last = draft.section.offset + draft.section.nbytes - draft.section.row_bytes
     for slot in range(runtime.pools.slots) if h.rank in ranks else ():
         runtime.pools.record(WINDOW_POOL, slot)[last + 1] ^= 0x08

@@ -20,6 +20,7 @@ import shutil
 import struct
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -82,6 +83,7 @@ class Stored:
     @classmethod
     def of(cls, h: Harness, ids: Sequence[int]) -> Stored:
         """The whole pages of a prompt, in the directory that is attached."""
+        from sglang.srt.mem_cache.radix_cache import RadixKey
         from sglang.srt.mem_cache.utils import get_storage_hash_str
 
         storage, backend = h.cache.truth_storage, file_backend(h)
@@ -89,7 +91,9 @@ class Stored:
         def key_of(page_hash: str, pool: str) -> str:
             return backend._log_key(storage.names.pools.get(pool, pool), page_hash)
 
-        hashes = get_storage_hash_str(list(ids), None, page_size=PAGE)[: len(ids) // PAGE]
+        # With EAGLE a page is named by pairs of tokens.
+        key = RadixKey(array("q", ids), is_bigram=h.cache.tree_core.is_eagle).page_aligned(PAGE)
+        hashes = get_storage_hash_str(key, None, page_size=PAGE)
         root = Path(backend.file_path)
         return cls(root, hashes, storage.layout, key_of, backend._get_suffixed_key)
 

@@ -5,6 +5,10 @@ a time: a thread gives its turn away only inside a collective (`Meeting`), which
 each other. What a real rank may find different is different here: when copies to host memory are
 acknowledged, how late the copy lanes are, whether the debug checks like a restore, whether a truth is
 found at admission, how much storage answers. What a replica decided is its `trace`; all must be equal.
+
+With a draft, answers grow by speculative rounds: a round is launched before the result of the one before
+it is processed, and how many tokens it committed is the script's (SGLang takes the first rank's word for
+it). Rounds that cannot complete a page are left out.
 """
 
 from __future__ import annotations
@@ -12,14 +16,21 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from bitexact_fixtures import PAGE, CpuStack, FakeEvent, make_cache
+from bitexact_fixtures import (
+    PAGE,
+    CpuStack,
+    FakeEvent,
+    make_cache,
+    make_kv_pool,
+    make_server_args,
+)
 from tree_driver import TreeDriver, Violation, tokens
 
 from sglang_bitexact_hicache.device_view import DeviceView
@@ -30,6 +41,9 @@ from sglang_bitexact_hicache.runtime import TruthRuntime
 RANKS = 8
 MOST_PAGES = 8
 """Pages of a request's row, at most."""
+
+ROUND = 4
+"""Tokens that a speculative round verifies, where there is a draft."""
 
 OPERATIONS = (
     *["admit"] * 6, *["advance"] * 14, *["finish"] * 5, *["settle"] * 4, *["evict device"] * 3,
@@ -88,10 +102,12 @@ class Replica(TreeDriver):
     Args:
         stack: its pools, tree and controller.
         rank, meeting: which one it is, among whom.
-        staging: the most boundaries that the device staging takes.
+        drafts: pools of a draft's layers; with any, answers grow by speculative rounds.
     """
 
-    def __init__(self, stack: CpuStack, rank: int, meeting: Meeting) -> None:
+    def __init__(
+        self, stack: CpuStack, rank: int, meeting: Meeting, drafts: Sequence[Any] = ()
+    ) -> None:
         super().__init__(stack, cuts=True)
         self.rank = rank
         self.trace: list[Any] = []
@@ -102,10 +118,14 @@ class Replica(TreeDriver):
         self.meeting = meeting
         self.events: Counter[str] = Counter()
         self._hog: Any = None
+        self._drafts = bool(drafts)
+        self._results: deque[tuple[int, list[tuple[Any, int]]]] = deque()
+        """Rounds in flight: their number, and how many tokens each of its requests commits."""
+        self._forwards = 0
         cache = stack.cache
         cache.tp_world_size = RANKS
         cache._all_reduce_attn_groups = lambda tensor, op: meeting.all_reduce(rank, tensor, op)
-        view = DeviceView(stack.kv_pool)
+        view = DeviceView(stack.kv_pool, drafts)
         self.runtime = TruthRuntime(
             cache,
             view,
@@ -113,6 +133,7 @@ class Replica(TreeDriver):
             stride=2,
             row_limit=6,
             chunk_tokens=2 * PAGE,
+            round_tokens=ROUND if drafts else 0,
             debug=False,
             pin=False,
             ranks=Ranks.of(cache),
@@ -177,9 +198,11 @@ class Replica(TreeDriver):
             self.hog(0, 0, 0)
         for req in list(self.running):
             self.drop(req)
+        self._process_results()
         while self.cache.ongoing_write_through:
             self.settle()
         self.runtime.drain()
+        assert not self._drafts or len(self.runtime._rounds) == 0
         self.check_no_leak()
         self.note("end", *self.state())
 
@@ -226,7 +249,8 @@ class Replica(TreeDriver):
         return stack
 
     def advance(self, which: int, pages: int, several: int) -> None:
-        """One forward: a chunk of a prompt, or the decode steps of a few requests up to a page end."""
+        """One forward: a chunk of a prompt, or the decode steps of a few requests up to a page end; or a
+        few rounds of them."""
         if not self.running:
             return
         req = self.running[which % len(self.running)]
@@ -243,6 +267,11 @@ class Replica(TreeDriver):
         else:
             rows = [r for r in self.running if self.computed[r] >= len(r.origin_input_ids)]
             rows = [req, *(r for r in rows if r is not req)][: 1 + several % 3]
+            if self._drafts:
+                dice = random.Random(pages)
+                for _ in range(1 + dice.randrange(4)):
+                    self._round(rows, dice)
+                return
             ends = [(r, (self.computed[r] // PAGE + 1) * PAGE) for r in rows]
             ends = [(r, end) for r, end in ends if end <= MOST_PAGES * PAGE]
             for r, end in ends:
@@ -259,6 +288,54 @@ class Replica(TreeDriver):
                 super().drop(r)
             elif self.computed[r] <= total and r is req:
                 self.checkpoint(r)
+
+    def _round(self, rows: Sequence[Any], dice: random.Random) -> None:
+        """Launch a round and process the result of the one before it. `dice`: equal on all ranks."""
+        committing = []
+        for req in rows:
+            below, count = 1 + dice.randrange(6), 1 + dice.randrange(ROUND)
+            in_flight = any(req is r for _, round_ in self._results for r, _ in round_)
+            end = (self.computed[req] // PAGE + 1) * PAGE
+            if not in_flight and end - below > self.computed[req] and end < MOST_PAGES * PAGE:
+                self._answer(req, end - below)
+            # Room for the round in flight and for this one.
+            last = self.computed[req] + 2 * ROUND
+            if last > MOST_PAGES * PAGE:
+                continue
+            assert self._grow(req, last)
+            req.kv.kv_allocated_len = max(req.kv.kv_allocated_len, last)
+            committing.append((req, count))
+        if committing:
+            self._forwards += 1
+            batch = self._batch("DECODE", [(req, self.computed[req]) for req, _ in committing])
+            batch.forward_iter = self._forwards
+            with self.runtime.forward(batch):
+                self._results.append((self._forwards, committing))
+        self._process_results(but=1)
+
+    def _answer(self, req: Any, end: int) -> None:
+        """Prompt and answer are `end` tokens with KV now, and one without."""
+        allocated = req.kv.kv_allocated_len
+        self._compute(req, end)
+        req.kv.kv_allocated_len = max(allocated, end)
+        missing = end + 1 - len(req.origin_input_ids) - len(req.output_ids)
+        req.output_ids.extend([5000] * missing)
+        req.refresh_fill_ids()
+
+    def _process_results(self, but: int = 0) -> None:
+        """Process the results of rounds, `but` the newest, as the result processor does: a request that
+        is gone by then does not move."""
+        before = self.runtime.counters.snapshot()
+        while len(self._results) > but:
+            number, committing = self._results.popleft()
+            for req, count in committing:
+                start = req.kv.kv_committed_len
+                if req in self.running:
+                    self._answer(req, start + count)
+                self.runtime.settle(req, number, start, req.kv.kv_committed_len)
+        after = self.runtime.counters.snapshot()
+        for name in ("decode_captured", "round_discarded"):
+            self.events[name] += after[name] - before[name]
 
     def _batch(self, mode: str, rows: Sequence[tuple[Any, int]]) -> Any:
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -337,6 +414,7 @@ class Replica(TreeDriver):
             return
         for req in list(self.running):
             self.drop(req)
+        self._process_results()
         while self.cache.ongoing_write_through:
             self.settle()
         if self._hog is not None:
@@ -357,16 +435,25 @@ class Replica(TreeDriver):
 
 
 def play(
-    server_args: Any, script: Sequence[Step], *, slots: int = 10
+    script: Sequence[Step], *, slots: int = 10, drafting: bool = False
 ) -> tuple[list[list[Any]], Counter[str]]:
-    """The traces of all ranks, and what they met.
+    """The traces of all ranks, and what they met. `drafting`: with a draft, and pairs for keys.
 
     Raises:
         Violation: ranks waited for each other in vain, or one of them failed.
     """
     meeting = Meeting()
+    # Without it SGLang takes rows that are longer than their KV for a leak.
+    speculation = {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": ROUND}
+    server_args = make_server_args(**(speculation if drafting else {}))
+    device = {"pages": 32, "rows": 6}
     replicas = [
-        Replica(make_cache(server_args, pages=32, slots=slots, rows=6), rank, meeting)
+        Replica(
+            make_cache(server_args, slots=slots, is_eagle=drafting, **device),
+            rank,
+            meeting,
+            [make_kv_pool(layers=(0,), **device)] if drafting else (),
+        )
         for rank in range(RANKS)
     ]
     failures: list[BaseException] = []
@@ -389,6 +476,7 @@ def play(
         met += replica.events + replica.stats
         met["evicted"] += replica.cache.store.counters.evicted
         met["captured"] += replica.runtime.counters.captured
+        met["no slot"] += replica.runtime.counters.capture_no_slot
         replica.close()
     if failures:
         raise Violation(f"a rank failed: {failures[0]!r}") from failures[0]

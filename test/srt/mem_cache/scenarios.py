@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from scheduler_harness import Harness, Result, Steps
 
+from dsv4_reference_platform.kernels import two_pool
 from sglang_bitexact_hicache.device_view import DeviceView
 
 PAGE = 256
@@ -46,11 +47,13 @@ def dirty_rings(h: Harness) -> None:
         for ring in rings:
             for slot in free:
                 rows = ring.buffer[slot * ring.size : (slot + 1) * ring.size]
+                noise = torch.randn(rows.shape, generator=generator) * 3
                 if rows.dtype == torch.uint8:
-                    # Packed fp8 values and their scales: none of these bytes is a NaN as either.
-                    rows.random_(0, 0x70, generator=generator)
+                    rows.random_(generator=generator)
+                    packed = two_pool.pack_nope(noise[:, : two_pool.NOPE_DIM], floor=1e-12)
+                    two_pool.store(rows, slice(None), packed)
                 else:
-                    rows.copy_(torch.randn(rows.shape, generator=generator).to(rows.dtype) * 3)
+                    rows.copy_(noise)
 
 
 def cold(h: Harness, ids: Sequence[int], new: int) -> Steps:

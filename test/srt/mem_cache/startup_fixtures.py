@@ -138,13 +138,16 @@ def publish(server_args: Any) -> None:
     )
 
 
-def build_context(server_args: Any, *, pages: int = 8, rows: int = 4, pool: Any = None) -> Any:
+def build_context(
+    server_args: Any, *, pages: int = 8, rows: int = 4, pool: Any = None, drafts: Sequence[Any] = ()
+) -> Any:
     """A TreeCacheBuildContext with real pools, as `build_kv_cache` hands it to the registry.
 
     Args:
         server_args: published.
         pages: device pages of compressed KV. rows: request rows.
         pool: the device KV pool, a unified_kv one by default.
+        drafts: the KV pools of a draft's layers.
     """
     import torch
     from bitexact_fixtures import PAGE, WINDOW, make_kv_pool
@@ -176,6 +179,7 @@ def build_context(server_args: Any, *, pages: int = 8, rows: int = 4, pool: Any 
             page_size=PAGE,
             sliding_window_size=WINDOW,
             swa_gates_prefix_match=False,
+            mtp_draft_device_pools=tuple(drafts),
         ),
         is_hybrid_swa=True,
         is_hybrid_ssm=False,

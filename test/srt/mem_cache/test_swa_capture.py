@@ -57,7 +57,9 @@ class Bench:
         generator = torch.Generator().manual_seed(7)
         pool = fixtures.make_kv_pool(pages=2, rows=ROWS, layers=LAYERS, nope=448, rope=64, fp8=fp8)
         geometry = {"pages": 2, "rows": ROWS, "nope": 448, "rope": 64}
-        self.drafts = [fixtures.make_kv_pool(layers=(0,), **geometry) for _ in range(drafts)]
+        self.drafts = [
+            fixtures.make_kv_pool(layers=(0,), fp8=fp8, **geometry) for _ in range(drafts)
+        ]
         self.view = DeviceView(pool, self.drafts)
         for rings in self.view.rings.values():
             for ring in rings:
@@ -127,10 +129,10 @@ class Bench:
         self.in_lane.close()
 
 
-@pytest.fixture(params=["bf16", "fp8", "with a draft"])
+@pytest.fixture(params=["bf16", "fp8", "bf16 with a draft", "fp8 with a draft"])
 def bench(request):
     before = set(threading.enumerate())
-    made = Bench(fp8=request.param == "fp8", drafts=request.param == "with a draft")
+    made = Bench(fp8="fp8" in request.param, drafts="with a draft" in request.param)
     yield made
     made.close()
     assert set(threading.enumerate()) <= before, "a lane's thread was left"
@@ -369,8 +371,9 @@ def test_staging_without_a_record_is_refused(bench):
 # ---- a draft's rings
 
 
-def test_a_drafts_layers_are_layers_behind_the_targets():
-    made = Bench(drafts=2)
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_a_drafts_layers_are_layers_behind_the_targets(fp8):
+    made = Bench(drafts=2, fp8=fp8)
     made.close()
     layout = made.view.layout
     assert made.view.draft_base == len(LAYERS)
@@ -378,15 +381,17 @@ def test_a_drafts_layers_are_layers_behind_the_targets():
     assert (layout.ratios, layout.draft_layers) == ((*LAYERS, 0, 0), 2)
     assert [ring.section.layer for ring in made.view.rings[C4_POOL]] == [1, 3]
     for layer, draft in enumerate(made.drafts, made.view.draft_base):
-        (ring,) = made.view.window_rings(layer)
-        assert ring.buffer.data_ptr() == draft.unified_kv_pool.get_unified_kv(0).data_ptr()
+        own = draft.unified_kv_pool
+        planes = [own.get_unified_kv(0), *([own.get_unified_kv_rope(0)] if fp8 else [])]
+        rings = made.view.window_rings(layer)
+        assert [r.buffer.data_ptr() for r in rings] == [p.data_ptr() for p in planes]
 
 
 @pytest.mark.parametrize(
     ("target", "draft", "problem"),
     [
-        ({}, {"layers": (4,)}, "bf16 windows and nothing else"),
-        ({}, {"fp8": True}, "bf16 windows and nothing else"),
+        ({}, {"layers": (4,)}, "windows and nothing else"),
+        ({}, {"fp8": True}, "rings .* differ"),
         ({"fp8": True}, {}, "rings .* differ"),
         ({}, {"nope": 64}, "rings .* differ"),
     ],

@@ -35,6 +35,7 @@ from startup_fixtures import (
     write_model,
 )
 
+from dsv4_reference_platform.launch import EAGLE_ARGS
 from sglang_bitexact_hicache import (
     attach,
     engagement,
@@ -323,8 +324,9 @@ def _cpu():
 
 
 @pytest.mark.usefixtures("_cpu")
+@pytest.mark.parametrize("drafts", [0, 1])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_the_layout_is_that_of_sglangs_pool(model, fp8):
+def test_the_layout_is_that_of_sglangs_pools(model, fp8, drafts):
     from sglang.srt.arg_groups.overrides import model_config_of
 
     server_args = resolve(model)
@@ -332,10 +334,15 @@ def test_the_layout_is_that_of_sglangs_pool(model, fp8):
     pool = make_kv_pool(
         pages=1, rows=1, layers=MODEL_CONFIG["compress_ratios"], nope=448, rope=64, fp8=fp8
     )
+    own = [
+        make_kv_pool(pages=1, rows=1, layers=(0,), nope=448, rope=64, fp8=fp8)
+        for _ in range(drafts)
+    ]
     config = model_config_of(server_args)
-    expected = DeviceView(pool).layout
-    assert plan.layout_of(config, fp8=fp8, state_dtype="float32") == expected
-    halved = plan.layout_of(config, fp8=fp8, state_dtype="bfloat16")
+    expected = DeviceView(pool, own).layout
+    asked = {"fp8": fp8, "draft_layers": drafts}
+    assert plan.layout_of(config, state_dtype="float32", **asked) == expected
+    halved = plan.layout_of(config, state_dtype="bfloat16", **asked)
     assert halved.digest() != expected.digest()
     assert halved.record_bytes("c4_state") * 2 == expected.record_bytes("c4_state")
 
@@ -360,6 +367,7 @@ def test_the_ratio_of_a_draft_layer_is_not_the_models(tmp_path):
             *("--hicache-swa-offload-aligned-prefill", "--chunked-prefill-size", "512"),
             *("--hicache-swa-offload-page-stride", "3"),
         ),
+        EAGLE_ARGS,
     ],
 )
 def test_the_plan_is_what_a_scheduler_plans(doctor, model, args):
@@ -368,7 +376,13 @@ def test_the_plan_is_what_a_scheduler_plans(doctor, model, args):
     server_args = resolve(model, args)
     publish(server_args)
     pool = make_kv_pool(pages=8, rows=4, layers=MODEL_CONFIG["compress_ratios"], nope=448, rope=64)
-    planned = factory.plan_pools(build_context(server_args, pages=8, rows=4, pool=pool))
+    own = (
+        [make_kv_pool(pages=8, rows=4, layers=(0,), nope=448, rope=64)]
+        if args == EAGLE_ARGS
+        else []
+    )
+    context = build_context(server_args, pages=8, rows=4, pool=pool, drafts=own)
+    planned = factory.plan_pools(context)
     pools, sized = values(found["pools"]), planned.planned
     assert pools["windows"] == sized.slots
     assert pools["grid_windows"] == sized.grid_slots
@@ -376,7 +390,7 @@ def test_the_plan_is_what_a_scheduler_plans(doctor, model, args):
     assert pools["bytes"] == sized.nbytes
     assert pools["row_limit"] == sized.row_limit
     assert pools["stride"] == planned.stride
-    assert found["layout"]["digest"]["value"] == DeviceView(pool).layout.digest()
+    assert found["layout"]["digest"]["value"] == DeviceView(pool, own).layout.digest()
     assert found["layout"]["slot_bytes"]["value"] == sized.slot_bytes
 
 

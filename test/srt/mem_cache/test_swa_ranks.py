@@ -1,8 +1,9 @@
 """Eight ranks decide alike, whatever their copies, checks and storage do (rank_replicas.py).
 
-The property, for any script: every rank has the same trace (matches, admissions, slots captured into,
-evictions, discards, free pages, counters), comes to every collective, and holds nothing at the end. The
-controls let one rank decide by itself, each in a way that is easily written by mistake.
+The property, for any script, whether answers grow by decode steps or by speculative rounds: every rank
+has the same trace (matches, admissions, slots captured into, evictions, discards, free pages, counters),
+comes to every collective, and holds nothing at the end. The controls let one rank decide by itself, each
+in a way that is easily written by mistake, or keep what is to be given back.
 """
 
 from __future__ import annotations
@@ -12,17 +13,22 @@ from collections import Counter
 import pytest
 import rank_replicas
 import torch
-from bitexact_fixtures import cpu_hicache, make_server_args
+from bitexact_fixtures import cpu_hicache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_replicas import RANKS, differences, play, random_script
 from tree_driver import Violation
 
+from sglang_bitexact_hicache.planner import CapturePlanner
 from sglang_bitexact_hicache.ranks import Ranks
+from sglang_bitexact_hicache.runtime import TruthRuntime
 from sglang_bitexact_hicache.staging import DeviceStaging
 
 SEEDS = range(4)
 STEPS = 120
+
+EVENTS = {"hit", "discarded", "evicted", "captured", "loaded", "dropped", "finished"}
+OF_ROUNDS = {"decode_captured", "round_discarded"}
 
 numbers = st.integers(0, 1 << 16)
 
@@ -33,27 +39,40 @@ def hicache():
         yield
 
 
-@pytest.fixture(scope="module")
-def server_args(hicache):
-    return make_server_args()
+drafting = pytest.mark.parametrize("drafting", [False, True], ids=["steps", "rounds"])
+"""How answers grow: by decode steps, or by speculative rounds."""
 
 
+@drafting
 @settings(max_examples=10, deadline=None)
-@given(st.lists(st.tuples(numbers, numbers, numbers, numbers), min_size=10, max_size=50))
-def test_ranks_decide_alike(server_args, script):
-    traces, _ = play(server_args, script)
+@given(script=st.lists(st.tuples(numbers, numbers, numbers, numbers), min_size=10, max_size=50))
+def test_ranks_decide_alike(drafting, script):
+    traces, _ = play(script, drafting=drafting)
     assert differences(traces) == []
 
 
-def test_long_scripts_with_all_that_can_happen(server_args):
+@pytest.mark.parametrize(
+    ("answers", "steps", "events"),
+    [
+        ({}, STEPS, EVENTS),
+        ({"drafting": True}, 2 * STEPS, EVENTS | OF_ROUNDS),
+        # So few that a candidate finds all of them locked.
+        (
+            {"drafting": True, "slots": 3},
+            2 * STEPS,
+            (EVENTS - {"loaded"}) | OF_ROUNDS | {"no slot"},
+        ),
+    ],
+    ids=["steps", "rounds", "rounds with few slots"],
+)
+def test_long_scripts_with_all_that_can_happen(answers, steps, events):
     met: Counter[str] = Counter()
     for seed in SEEDS:
-        traces, happened = play(server_args, random_script(seed, STEPS))
+        traces, happened = play(random_script(seed, steps), **answers)
         assert differences(traces) == []
         met += happened
     # Ranks that do nothing are alike too.
-    for what in ("hit", "discarded", "evicted", "captured", "loaded", "dropped", "finished"):
-        assert met[what] >= RANKS, (what, met)
+    assert all(met[what] >= RANKS for what in events), met
 
 
 def every_rank_by_itself(patch) -> None:
@@ -85,6 +104,24 @@ def acknowledged_when_this_rank_is_done(patch) -> None:
     patch(rank_replicas.Meeting, "all_reduce", no_meeting)
 
 
+def a_round_counts_when_its_copy_has_landed(patch) -> None:
+    """What a round completed is published if this rank has its bytes by then."""
+    commit = CapturePlanner.commit
+
+    def landed(self, req, wanted):
+        if self.cache.truth_runtime._written[wanted.slot].done():
+            return commit(self, req, wanted)
+        self.discard(wanted)
+        return False
+
+    patch(CapturePlanner, "commit", landed)
+
+
+def what_a_round_did_not_complete_stays(patch) -> None:
+    """The slot of a discarded candidate is not given back."""
+    patch(TruthRuntime, "_not_completed", lambda self, wanted: None)
+
+
 CONTROLS = (
     every_rank_by_itself,
     ask_only_when_something_is_wrong,
@@ -92,13 +129,23 @@ CONTROLS = (
     acknowledged_when_this_rank_is_done,
 )
 
+CONTROLS_OF_ROUNDS = (
+    a_round_counts_when_its_copy_has_landed,
+    what_a_round_did_not_complete_stays,
+)
 
-@pytest.mark.parametrize("broken", CONTROLS, ids=lambda f: f.__name__)
-def test_control_a_decision_of_one_rank_is_found(monkeypatch, server_args, broken):
+
+@pytest.mark.parametrize(
+    ("broken", "drafting"),
+    [*((c, False) for c in CONTROLS), *((c, True) for c in (*CONTROLS, *CONTROLS_OF_ROUNDS))],
+    ids=lambda value: getattr(value, "__name__", "rounds" if value else "steps"),
+)
+def test_control_a_decision_of_one_rank_is_found(monkeypatch, broken, drafting):
     broken(monkeypatch.setattr)
     with pytest.raises(Violation):
         for seed in range(8):
-            found = differences(play(server_args, random_script(seed, STEPS))[0])
+            script = random_script(seed, STEPS)
+            found = differences(play(script, drafting=drafting)[0])
             if found:
                 raise Violation(found)
 

@@ -104,6 +104,20 @@ def test_a_record_with_a_drafts_window_is_no_record_without_one():
     assert len({layout.digest() for layout in (target, longer, drafting)}) == 3
 
 
+def test_a_draft_with_fp8_rows_has_both_planes_in_the_record():
+    target = RecordLayout(
+        (0, 1), (0, 4), 512, 8192, 2048, window_dtype="float8_e4m3fn", rope_row_bytes=128
+    )
+    drafting = dataclasses.replace(target, layers=(0, 1, 2), ratios=(0, 4, 0), draft_layers=1)
+    assert drafting.slot_bytes == target.slot_bytes + 128 * (512 + 128)
+    last = drafting.sections(WINDOW_POOL)[-2:]
+    assert [(s.layer, s.plane, s.row_bytes) for s in last] == [(2, 0, 512), (2, 1, 128)]
+    bf16 = dataclasses.replace(
+        drafting, window_row_bytes=1024, window_dtype="bfloat16", rope_row_bytes=0
+    )
+    assert len({layout.digest() for layout in (target, drafting, bf16)}) == 3
+
+
 def test_state_pools_hold_ratio_4_layers_only():
     layout = RecordLayout((3, 4, 5, 6), (0, 4, 128, 4), 1024, 8192, 2048)
     assert layout.c4_layers == (4, 6)

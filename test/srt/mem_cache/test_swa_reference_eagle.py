@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("sglang", reason="needs sglang 0.5.23")
 
 from bitexact_fixtures import PAGE, cpu_hicache, make_cache, make_server_args
+from matrix import LAYOUTS
 from test_swa_reference_platform import PLATFORM_ONLY, cold, prompt
 
 from dsv4_reference_platform.launch import EAGLE_ARGS, NEXTN_ARGS, Answer, Server
@@ -49,12 +50,16 @@ def poker(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory, poker):
-    """Without EAGLE; with it; with it, another draft and so few rows that prefixes go to the host."""
+    """Without EAGLE; with it; with it, another draft and so few rows that prefixes go to the host. The
+    first two with fp8 rows as well."""
     folder = tmp_path_factory.mktemp("eagle")
     rows = ("--max-running-requests", "16")
+    fp8 = LAYOUTS["fp8"]
     variants = {
         "plain": (rows, {}),
         "eagle": ((*rows, *EAGLE_ARGS), poker.env),
+        "plain, fp8": (rows, fp8),
+        "eagle, fp8": ((*rows, *EAGLE_ARGS), fp8),
         "other draft": (
             ("--max-running-requests", "2", *EAGLE_ARGS),
             {"DSV4_REFERENCE_DRAFT_SEED": "another"},
@@ -93,11 +98,14 @@ def test_a_cold_run_answers_as_without_drafts(cold_answers, case):
     assert len(plain[0]) == CASES[case][1]
     assert answer_of(cold_answers["eagle"][case]) == plain
     assert answer_of(cold_answers["other draft"][case]) == plain
+    plain_fp8 = answer_of(cold_answers["plain, fp8"][case])
+    assert answer_of(cold_answers["eagle, fp8"][case]) == plain_fp8
+    assert plain_fp8[1] != plain[1], "these rows are not fp8"
 
 
 def test_drafts_are_accepted_now_and_then(cold_answers, capsys):
     """Else the equalities would say little: no draft, or no rejected one, would have been seen."""
-    for name in ("eagle", "other draft"):
+    for name in ("eagle", "eagle, fp8", "other draft"):
         for case, answer in cold_answers[name].items():
             meta = answer.raw["meta_info"]
             with capsys.disabled():
@@ -105,11 +113,12 @@ def test_drafts_are_accepted_now_and_then(cold_answers, capsys):
                     f"\n{name}, {case}: {meta['spec_accept_length']:.2f} tokens a round, "
                     f"rounds by accepted drafts {acceptance(answer)}"
                 )
-    total = [0] * (DRAFTS + 1)
-    for answer in cold_answers["eagle"].values():
-        for count, rounds in enumerate(acceptance(answer)):
-            total[count] += rounds
-    assert all(total), "none, some and all drafts of a round accepted, each at least once"
+    for name in ("eagle", "eagle, fp8"):
+        total = [0] * (DRAFTS + 1)
+        for answer in cold_answers[name].values():
+            for count, rounds in enumerate(acceptance(answer)):
+                total[count] += rounds
+        assert all(total), "none, some and all drafts of a round accepted, each at least once"
 
 
 def test_another_draft_is_accepted_otherwise(cold_answers):

@@ -368,6 +368,7 @@ class Server:
         top_logprobs: int = 0,
         prompt_logprobs: bool = False,
         rid: str | None = None,
+        dp_rank: int | None = None,
         timeout: float = 600.0,
     ) -> Answer:
         """Greedy /generate of one token-id prompt, with log probabilities of the output.
@@ -378,6 +379,7 @@ class Server:
             top_logprobs: how many of the most likely tokens to report per output token.
             prompt_logprobs: report the prompt's log probabilities too (no prefix is reused then).
             rid: request id, for the server's log.
+            dp_rank: the replica, or data parallel rank, that is to answer; the server's choice if None.
             timeout: seconds to wait for the answer.
         """
         body: dict[str, Any] = {
@@ -394,6 +396,8 @@ class Server:
             body["logprob_start_len"] = 0
         if rid is not None:
             body["rid"] = rid
+        if dp_rank is not None:
+            body["routed_dp_rank"] = dp_rank
         return _answer(self.post("/generate", body, timeout))
 
     def generate_batch(

@@ -665,8 +665,8 @@ def decode_fp8_2buff(
     The scale of the logits is ``512 ** -0.5``, as in aiter's kernel.
 
     Args:
-        q, q_rope: ``[tokens, heads, 512]`` float8_e4m3fn and ``[tokens, heads, 64]`` bf16, one token
-            per request.
+        q, q_rope: ``[tokens, heads, 512]`` float8_e4m3fn and ``[tokens, heads, 64]`` bf16, with a list
+            for each token: one of each request, or the tokens that it verifies.
         unified_kv, unified_kv_rope: the two pools.
         kv_indices, kv_indptr: a stream of ``build_decode_streams``.
         v_head_dim: 512.
@@ -676,7 +676,8 @@ def decode_fp8_2buff(
         ``[tokens, heads, 512]`` of ``q_rope``'s dtype, the bits that prefill gives for the query.
 
     Raises:
-        NotImplementedError: several queries of a request share a list (speculative decoding).
+        NotImplementedError: several queries of a request share a list (DSpark, and
+            SGLANG_DSV4_GROUPED_ASM=1).
     """
     if qo_indptr is not None or max_seqlen_q != 1 or q_kv_bounds is not None:
         raise NotImplementedError("lists that several queries share")

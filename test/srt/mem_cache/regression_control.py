@@ -15,15 +15,19 @@ _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 
 
 def _lose_a_page() -> None:
-    """A match of three pages and more comes back a page short, every seventh time."""
+    """Every fifth match of more than a page comes back a page short."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    calls = [0]
+    hits = [0]
 
     def around(stock: Callable[..., Any], cache: Any, params: Any) -> Any:
-        calls[0] += 1
-        if calls[0] % 7 == 0 and len(params.key) > 3 * cache.page_size:
-            params.key.limit = len(params.key) - cache.page_size
+        found = stock(cache, params)
+        if found.device_prefix_len <= cache.page_size:
+            return found
+        hits[0] += 1
+        if hits[0] % 5:
+            return found
+        params.key.limit = found.device_prefix_len - cache.page_size
         return stock(cache, params)
 
     HookRegistry.register(f"{_CACHE}.match_prefix", around, HookType.AROUND)

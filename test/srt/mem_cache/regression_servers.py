@@ -341,7 +341,7 @@ SCENARIOS = {
 }  # fmt: skip
 """By name."""
 
-QUICK = ("llama, storage",)
+QUICK = ("gemma3, hicache",)
 """Those that `make test` runs."""
 
 

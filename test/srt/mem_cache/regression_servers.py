@@ -1,6 +1,6 @@
 """Servers of other models, asked over HTTP, everything they answer written down.
 
-The tiny Llama and the tiny Gemma 3 (sliding and full layers, each with a pool of its own) run on
+The tiny Llama and the tiny Muse Glimmer (sliding and full layers, each with a pool of its own) run on
 the reference platform's CPU, with SGLang's own torch attention. What several requests do beside
 each other is deterministic because they arrive in one message: SGLang hands a batch of token ids to
 the scheduler as one, and no product depends on which rows share it. Knows nothing of the plugin.
@@ -270,6 +270,7 @@ class Scenario:
         args: of the server.
         asks: in order; with storage, each on a server of its own on the same directory.
         needs: what must have happened, of Client.counts; or the scenario shows nothing.
+        env: of the server.
     """
 
     def __init__(
@@ -279,9 +280,11 @@ class Scenario:
         args: Sequence[str],
         asks: Sequence[Ask],
         needs: Sequence[str] = ("device",),
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.model, self.page, self.args = model, page, args
         self.asks, self.needs = asks, needs
+        self.env = dict(env or {})
         self.storage = "--hicache-storage-backend" in args
 
     def servers(self) -> list[Sequence[Ask]]:
@@ -307,6 +310,8 @@ SCENARIOS = {
         ("--page-size", "64", "--chunked-prefill-size", "128", "--max-total-tokens", "1280",
          "--schedule-conservativeness", "0.01", "--enable-priority-scheduling"),
         (pressure,), ("device", "retractions"),
+        # As if no answer were long: more are admitted than there will be room for.
+        {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"},
     ),
     "llama, no prefix cache": Scenario(
         "llama", 64,
@@ -326,14 +331,14 @@ SCENARIOS = {
          *_TIERS, "--hicache-write-policy", "write_back"),
         (tiers,), ("host",),
     ),
-    "gemma3": Scenario(
-        "gemma3", 32,
+    "muse-glimmer": Scenario(
+        "muse-glimmer", 32,
         ("--page-size", "32", "--chunked-prefill-size", "128", "--max-total-tokens", "2048",
          "--swa-full-tokens-ratio", "0.5", "--enable-streaming-session"),
         (reuse, sessions, aborted),
     ),
-    "gemma3, hicache": Scenario(
-        "gemma3", 64,
+    "muse-glimmer, hicache": Scenario(
+        "muse-glimmer", 64,
         ("--page-size", "64", "--chunked-prefill-size", "128", "--max-total-tokens", "1024",
          "--swa-full-tokens-ratio", "0.8", *_TIERS, "--hicache-write-policy", "write_through"),
         (tiers,), ("host",),
@@ -341,7 +346,7 @@ SCENARIOS = {
 }  # fmt: skip
 """By name."""
 
-QUICK = ("gemma3, hicache",)
+QUICK = ("muse-glimmer, hicache",)
 """Those that `make test` runs."""
 
 
@@ -361,7 +366,9 @@ def transcript(name: str, world: World, folder: Path) -> dict[str, Any]:
     log: set[str] = set()
     counts: dict[str, int] = {}
     for number, asks in enumerate(scenario.servers()):
-        env = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(storage)} if scenario.storage else {}
+        env = dict(scenario.env)
+        if scenario.storage:
+            env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(storage)
         with WorldServer(world, scenario.model, folder, scenario.args, env) as server:
             client = Client(server)
             for ask in asks:

@@ -21,8 +21,8 @@ from typing import Any
 from startup_fixtures import MODEL_CONFIG, OTHER_MODEL_CONFIG, write_config
 
 SLIDING_CONFIG = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
+    "architectures": ["MuseGlimmerForCausalLM"],
+    "model_type": "muse_glimmer",
     "torch_dtype": "bfloat16",
     "vocab_size": 320,
     "hidden_size": 64,
@@ -31,18 +31,18 @@ SLIDING_CONFIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "query_pre_attn_scalar": 16,
     "sliding_window": 96,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
-    # With these two SGLang gives the sliding layers a pool of their own.
-    "is_hybrid_swa": True,
-    "hybrid_layer_pattern": [1, 0, 1, 0],
+    "no_rope_layers": [1, 0, 1, 0],
+    # The gate is a kernel that a CPU does not have.
+    "use_attn_output_gate": False,
     "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
-"""A tiny Gemma 3 with sliding and full layers."""
+"""A tiny Muse Glimmer: sliding and full layers, to which SGLang gives a KV pool each."""
 
-MODELS = {"llama": OTHER_MODEL_CONFIG, "gemma3": SLIDING_CONFIG, "deepseek-v4": MODEL_CONFIG}
+MODELS = {"llama": OTHER_MODEL_CONFIG, "muse-glimmer": SLIDING_CONFIG, "deepseek-v4": MODEL_CONFIG}
 
 _ANY = ("--device", "cpu", "--load-format", "dummy", "--skip-tokenizer-init", "--random-seed", "1")
 _TIERS = ("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-io-backend", "direct")
@@ -54,8 +54,11 @@ COMMANDS: dict[str, tuple[str, Sequence[str]]] = {
     "llama, storage": ("llama", (*_TIERS, *_FILE, "--page-size", "64")),
     "llama, sessions": ("llama", ("--enable-streaming-session", "--schedule-policy", "lpm")),
     "llama, no cache": ("llama", ("--disable-radix-cache", "--enable-priority-scheduling")),
-    "gemma3": ("gemma3", ("--page-size", "16")),
-    "gemma3, hicache": ("gemma3", (*_TIERS, "--page-size", "64", "--swa-full-tokens-ratio", "0.4")),
+    "muse-glimmer": ("muse-glimmer", ("--page-size", "16")),
+    "muse-glimmer, hicache": (
+        "muse-glimmer",
+        (*_TIERS, "--page-size", "64", "--swa-full-tokens-ratio", "0.4"),
+    ),
     "deepseek-v4": ("deepseek-v4", (*_TIERS, "--page-size", "256")),
 }
 """Command lines to resolve: name, model and arguments."""

@@ -257,7 +257,8 @@ class Driver:
         if req is None:
             return ""
         answer = []
-        for _ in range(self.choice.randint(1, self.shape.unit)):
+        room = len(self.row(req)) - req.kv.kv_committed_len
+        for _ in range(min(self.choice.randint(1, self.shape.unit), room)):
             req.output_ids.append(self.choice.randrange(5))
             if self.cache.supports_swa():
                 self.cache.evict_sliding_windows(req, req.seqlen - 1)

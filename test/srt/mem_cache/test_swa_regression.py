@@ -2,8 +2,8 @@
 
 The quick part of `make regression` (regression.py): arguments, environment, log and modules of a process
 that loads plugins, prefix caches over other models' pools, driven at random, and a server of a model with
-sliding windows and a host tier; in a Python without the plugin, in one with it, and (all but the server) in one
-with a plugin that changes SGLang, which must be noticed.
+sliding windows and a host tier; in a Python without the plugin, in one with it, and (all but the server)
+in one with a plugin that changes SGLang, which must be noticed.
 """
 
 from __future__ import annotations

@@ -34,8 +34,9 @@ SLIDING_CONFIG = {
     "sliding_window": 96,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "no_rope_layers": [1, 0, 1, 0],
-    # The gate is a kernel that a CPU does not have.
+    # Kernels that a CPU does not have.
     "use_attn_output_gate": False,
+    "output_soft_cap_temp": None,
     "max_position_embeddings": 4096,
     "bos_token_id": 1,
     "eos_token_id": 2,

@@ -16,6 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -262,34 +263,33 @@ _STORAGE = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
 class Scenario:
     """A kind of server, and what is asked of it.
 
-    Args:
-        model: of MODELS. page: tokens a page.
+    Attributes:
+        model: of MODELS. page: tokens that lengths are counted in.
         args: of the server.
         asks: in order; with storage, each on a server of its own on the same directory.
         needs: what must have happened, of Client.counts; or the scenario shows nothing.
         env: of the server.
     """
 
-    def __init__(
-        self,
-        model: str,
-        page: int,
-        args: Sequence[str],
-        asks: Sequence[Ask],
-        needs: Sequence[str] = ("device",),
-        env: Mapping[str, str] | None = None,
-    ) -> None:
-        self.model, self.page, self.args = model, page, args
-        self.asks, self.needs = asks, needs
-        self.env = dict(env or {})
-        self.storage = "--hicache-storage-backend" in args
+    model: str
+    page: int
+    args: tuple[str, ...]
+    asks: tuple[Ask, ...]
+    needs: tuple[str, ...] = ("device",)
+    env: Mapping[str, str] = field(default_factory=dict)
 
-    def servers(self) -> list[Sequence[Ask]]:
+    @property
+    def storage(self) -> bool:
+        """Whether its servers have storage."""
+        return "--hicache-storage-backend" in self.args
+
+    def servers(self) -> list[tuple[Ask, ...]]:
         """What each server is asked."""
-        return [[ask] for ask in self.asks] if self.storage else [self.asks]
+        return [(ask,) for ask in self.asks] if self.storage else [self.asks]
 
 
 SCENARIOS = {

@@ -1,7 +1,7 @@
 """Servers of other models, asked over HTTP, everything they answer written down.
 
-The tiny Llama and the tiny Muse Glimmer (sliding and full layers, each with a pool of its own) run on
-the reference platform's CPU, with SGLang's own torch attention. What several requests do beside
+A tiny Llama, a tiny Gemma 3 (sliding layers) and a tiny Muse Glimmer (sliding layers with a pool of
+their own) run on the reference platform's CPU, with SGLang's own torch attention. What several requests do beside
 each other is deterministic because they arrive in one message: SGLang hands a batch of token ids to
 the scheduler as one, and no product depends on which rows share it. Knows nothing of the plugin.
 """
@@ -331,14 +331,14 @@ SCENARIOS = {
          *_TIERS, "--hicache-write-policy", "write_back"),
         (tiers,), ("host",),
     ),
-    # The pools are equally large because SGLang's torch attention reads the sliding layers' pool at the
-    # rows of the full one. What it reads is not what the model means, and the same in both worlds.
-    "muse-glimmer": Scenario(
-        "muse-glimmer", 32,
+    "gemma3": Scenario(
+        "gemma3", 32,
         ("--page-size", "32", "--chunked-prefill-size", "128", "--max-total-tokens", "2048",
-         "--swa-full-tokens-ratio", "1.0", "--enable-streaming-session"),
+         "--swa-full-tokens-ratio", "0.5", "--enable-streaming-session"),
         (reuse, sessions, aborted),
     ),
+    # The pools are equally large because SGLang's torch attention reads the sliding layers' pool at the
+    # rows of the full one. What it reads is not what the model means, and the same in both worlds.
     "muse-glimmer, hicache": Scenario(
         "muse-glimmer", 64,
         ("--page-size", "64", "--chunked-prefill-size", "128", "--max-total-tokens", "1024",

@@ -1,9 +1,9 @@
 """Servers of other models, asked over HTTP, everything they answer written down.
 
 A tiny Llama, a tiny Gemma 3 (sliding layers) and a tiny Muse Glimmer (sliding layers with a pool of
-their own) run on the reference platform's CPU, with SGLang's own torch attention. What several requests do beside
-each other is deterministic because they arrive in one message: SGLang hands a batch of token ids to
-the scheduler as one, and no product depends on which rows share it. Knows nothing of the plugin.
+their own) run on the reference platform's CPU, with SGLang's own torch attention. What several requests
+do beside each other is deterministic because they arrive in one message: SGLang hands a batch of token
+ids to the scheduler as one, and no product depends on which rows share it. Knows nothing of the plugin.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def run_worlds(amount: Amount, folder: Path) -> dict[str, Transcripts]:
 def additions() -> dict[str, set[str]]:
     """What is there with the flag off, by its own tables: environment variables, arguments, where their
     values travel, modules, and what SGLang says when it loads any plugin."""
-    from sglang_bitexact_hicache import options, plugin, seams
+    from sglang_bitexact_hicache import options, plugin
 
     carried = {s.attribute for s in options.SETTINGS if s.attribute is not None}
     modules = {"constants", "geometry", "options", "plugin", "policy", "seams"}
@@ -114,12 +114,12 @@ def additions() -> dict[str, set[str]]:
         "INFO sglang.srt.plugins Loaded plugin bitexact_hicache from group sglang.srt.plugins",
         "INFO sglang.srt.plugins Executed general plugin: bitexact_hicache",
     }
-    for seam in seams.SEAMS:
-        if seam.when is seams.When.ALWAYS:
-            said.add(
-                f"INFO sglang.srt.plugins.hook_registry Applied 1 hook(s) to {seam.target} "
-                "(from: plugin=bitexact_hicache, dist=sglang-bitexact-hicache)"
-            )
+    for method in ("add_cli_args", "from_cli_args"):
+        said.add(
+            "INFO sglang.srt.plugins.hook_registry Applied 1 hook(s) to "
+            f"sglang.srt.server_args.ServerArgs.{method} "
+            "(from: plugin=bitexact_hicache, dist=sglang-bitexact-hicache)"
+        )
     return {
         "environment": {setting.env for setting in options.SETTINGS},
         "help": {"bit-exact SWA HiCache (DeepSeek-V4 unified_kv):"},

@@ -334,6 +334,10 @@ def _no_host_registration() -> None:
         _pageable_page,
     )
     rebind(
+        "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost.get_dummy_flat_data_page",
+        _pageable_kv_page,
+    )
+    rebind(
         "sglang.srt.layers.attention.deepseek_v4_backend_hip_radix"
         ".DeepseekV4HipRadixBackend._move_to_device",
         _lengths_on_cpu,
@@ -347,6 +351,13 @@ def _leave_pageable(*_args: Any, **_kwargs: Any) -> None:
 def _pageable_page(pool: Any) -> torch.Tensor:
     """Stands for ``DeepSeekV4PagedHostPool.get_dummy_flat_data_page``, whose buffer is pinned."""
     return torch.zeros(pool.layer_num * pool.item_bytes, dtype=pool.dtype)
+
+
+def _pageable_kv_page(pool: Any) -> torch.Tensor:
+    """Stands for ``MHATokenToKVPoolHost.get_dummy_flat_data_page``, the same for other models' pools."""
+    return torch.zeros(pool.page_size * pool.get_size_per_token(), dtype=torch.uint8).view(
+        pool.dtype
+    )
 
 
 def _lengths_on_cpu(_backend: Any, lengths: list[int]) -> torch.Tensor:

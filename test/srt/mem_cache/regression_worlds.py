@@ -52,7 +52,9 @@ class World:
         }
         if self.alteration is not None:
             env["REGRESSION_ALTERATION"] = self.alteration
-        return {**env, "PYTHONNOUSERSITE": "1", **(extra or {})}
+        # SGLang shows choices that it keeps in a set: in an order that must be the same in both worlds.
+        fixed = {"PYTHONNOUSERSITE": "1", "PYTHONHASHSEED": "1"}
+        return {**env, **fixed, **(extra or {})}
 
     def run(
         self, argv: Sequence[str], timeout: float, env: Mapping[str, str] | None = None

@@ -45,6 +45,9 @@ class When(enum.Enum):
 HOOKS = (Kind.BEFORE, Kind.AFTER, Kind.AROUND)
 """The kinds that SGLang's HookRegistry applies."""
 
+ATTACHED = (*HOOKS, Kind.RESOLUTION)
+"""The kinds that call a handler from a function of SGLang."""
+
 
 @dataclass(frozen=True)
 class Seam:

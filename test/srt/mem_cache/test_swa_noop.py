@@ -108,10 +108,18 @@ def test_host_pools_are_sglangs(case, findings):
 @pytest.mark.parametrize("case", ["flag off", *NOT_ENGAGED])
 def test_nothing_of_the_byte_side_is_imported(case, findings):
     # Pure Python all of them. The options name the kinds of reuse point, which policy.py defines.
-    light = {"constants", "geometry", "options", "plugin", "policy"}
+    light = {"arguments", "constants", "geometry", "options", "plugin", "policy", "settings"}
     light |= {"attach", "seam", "seam_table"}
     if case != "flag off":
-        light |= {"aligned", "engagement", "factory", "refusals", "seam_checks", "sizing"}
+        light |= {
+            "aligned",
+            "engagement",
+            "factory",
+            "refusals",
+            "release",
+            "seam_checks",
+            "sizing",
+        }
     modules = {name.rpartition(".")[2] for name in findings[case]["after_building"]["modules"]}
     assert modules == light
 

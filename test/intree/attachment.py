@@ -10,6 +10,41 @@ from unittest import mock
 FLAG = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
 
 
+PLUGINS = "none"
+"""What SGLang loads in a process that has the feature and nothing else (SGLANG_PLUGINS)."""
+
+FORM_MODULES = {"seam_point"}
+"""This form's modules, of those that are loaded with the flag off."""
+
+ENTERED_OFF: list[str] = []
+"""All that is entered with the flag off."""
+
+ENTERED_ON = {
+    "after_loading": [],
+    "after_building": ["sglang.srt.mem_cache.registry.create_unified_radix_cache"],
+}
+"""All that is entered with the flag on, as long as the feature does not engage: points arm at their first
+call."""
+
+STEPS_ON: list[str] = []
+"""The steps of argument resolution that have a hook: it is a point, as the others are."""
+
+
+def entered() -> set[str]:
+    """Every function of SGLang whose point is armed; others that run code of this package must not be."""
+    from startup_fixtures import our_patches
+
+    from sglang_bitexact_hicache import seam_table
+    from sglang_bitexact_hicache.intree.siblings import attach
+    from sglang_bitexact_hicache.seam import ATTACHED
+
+    seams = {seam.target: seam for seam in seam_table.SEAMS if seam.kind in ATTACHED}
+    found = our_patches()
+    assert found <= set(seams)
+    points = {target: attach.point_of(seams[target]) for target in found}
+    return {target for target, point in points.items() if point is not None and point.handler}
+
+
 def prepare() -> None:
     """SGLang's functions get their points in this process, as with the switch on; then it is as it was.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from libcst import ParserSyntaxError
+
 from sglang_bitexact_hicache import release, seam_checks, seam_table
 from sglang_bitexact_hicache.intree.changes import Changes
 from sglang_bitexact_hicache.intree.checkout import PACKAGE_FOLDER, Checkout
@@ -63,7 +65,6 @@ class TreePlan:
 
 def attached_seams() -> list[Seam]:
     """The seams that become decorators, in the table's order."""
-    # Those of the arguments are real fields in the tree.
     return [s for s in seam_table.SEAMS if s.kind in ATTACHED and s.when is not When.ALWAYS]
 
 
@@ -102,7 +103,7 @@ def plan(
             # A seam that is not wanted any more goes too.
             without = plain(text, _all_edits(checkout)[path])
             stock[path], built[path] = without, edited(without, file_edits)
-        except Misfit as error:
+        except (Misfit, ParserSyntaxError) as error:
             problems.append(f"{path}: {error}")
     for path, text in new_files.items():
         found[path], stock[path], built[path] = checkout.read(path), None, text
@@ -139,11 +140,17 @@ def _seam_problems(checkout: Checkout) -> list[str]:
     problems = []
     package = checkout.root / PACKAGE_FOLDER
     same_release = checkout.version in (None, release.SGLANG_VERSION)
-    for seam in seam_table.SEAMS:
-        problem = seam_checks.source_problem(seam, package)
+    # Those of the arguments are of the plugin's form alone.
+    for seam in (seam for seam in seam_table.SEAMS if seam.when is not When.ALWAYS):
+        try:
+            problem = seam_checks.source_problem(seam, package)
+        except SyntaxError as error:
+            path, _ = _place(checkout, seam)
+            problems.append(f"{path}:{error.lineno}: this is not Python: {error.msg}")
+            continue
         if problem is not None:
             problems.append(f"{seam.target}: {problem}")
-        elif same_release and seam.when is not When.ALWAYS:
+        elif same_release:
             path, name = _place(checkout, seam)
             text = checkout.read(path) or ""
             if digest(text, name) != DIGESTS[seam.target]:
@@ -152,4 +159,5 @@ def _seam_problems(checkout: Checkout) -> list[str]:
                 problems.append(
                     f"{path}:{line}: {name} is not that of SGLang {release.SGLANG_VERSION}"
                 )
-    return problems
+    # A file is named once for all its seams.
+    return list(dict.fromkeys(problems))

@@ -10,6 +10,33 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
+PLUGINS = "bitexact_hicache"
+"""What SGLang loads in a process that has the feature and nothing else (SGLANG_PLUGINS)."""
+
+FORM_MODULES = {"attach", "plugin", "seam_table"}
+"""This form's modules, of those that are loaded with the flag off."""
+
+ENTERED_OFF = [
+    "sglang.srt.server_args.ServerArgs.add_cli_args",
+    "sglang.srt.server_args.ServerArgs.from_cli_args",
+]
+"""All that is patched with the flag off."""
+
+_ON = ["sglang.srt.mem_cache.registry.create_unified_radix_cache", *ENTERED_OFF]
+
+ENTERED_ON = {"after_loading": _ON, "after_building": _ON}
+"""All that is patched with the flag on, as long as the feature does not engage."""
+
+STEPS_ON = ["handle_hicache"]
+"""Then the steps of argument resolution that have a hook."""
+
+
+def entered() -> set[str]:
+    """Every function of SGLang that runs code of this package, by its own qualified name."""
+    from startup_fixtures import our_patches
+
+    return our_patches()
+
 
 def prepare() -> None:
     """Lets the package be imported where it is not installed. Before SGLang is imported."""

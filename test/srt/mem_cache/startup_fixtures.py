@@ -249,5 +249,7 @@ def our_patches() -> set[str]:
 
 
 def _is_ours(value: Any) -> bool:
+    from sglang_bitexact_hicache.seam import PACKAGE
+
     module = getattr(value, "__module__", None)
-    return isinstance(module, str) and module.partition(".")[0] == "sglang_bitexact_hicache"
+    return isinstance(module, str) and module.startswith(f"{PACKAGE}.")

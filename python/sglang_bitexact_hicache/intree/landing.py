@@ -69,7 +69,8 @@ def landing(project: Path = PROJECT) -> dict[str, str]:
             f"the tests of this project are not in {project}: run this from a checkout of it"
         )
     files = dict(_modules())
-    files |= _tests(project)
+    for name, path in sorted(test_sources(project).items()):
+        files[f"{TEST_FOLDER}/{name}"] = rewritten(path.read_text(encoding="utf-8"))
     files[PAGE] = (project / "test" / "intree" / "page.md").read_text(encoding="utf-8")
     return files
 
@@ -90,17 +91,14 @@ def incomplete_factory() -> str:
     return rewritten((SIBLINGS / "factory_incomplete.py").read_text(encoding="utf-8"))
 
 
-def _tests(project: Path) -> dict[str, str]:
+def test_sources(project: Path = PROJECT) -> dict[str, Path]:
+    """By name, the file of each test module that the tree gets."""
     found = {
         path.name: path
         for path in (project / TEST_FOLDER).glob("*.py")
         if path.stem not in PLUGIN_TESTS
     }
-    found |= {path.name: path for path in (project / "test" / "intree").glob("*.py")}
-    return {
-        f"{TEST_FOLDER}/{name}": rewritten(found[name].read_text(encoding="utf-8"))
-        for name in sorted(found)
-    }
+    return found | {path.name: path for path in (project / "test" / "intree").glob("*.py")}
 
 
 @lru_cache(maxsize=512)

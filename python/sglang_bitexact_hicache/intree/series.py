@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import enum
+import functools
 import os
 import subprocess
 import tempfile
@@ -169,10 +170,13 @@ def stages(checkout: Checkout) -> dict[Part, dict[str, str]]:
         new = {path: text for path, text in files.items() if _part_of(path, tests) <= part}
         if part is not Part.REUSE:
             new[f"{PACKAGE_FOLDER}/factory.py"] = incomplete_factory()
-        found[part] = dict(
-            plan(checkout, new, wanted=lambda seam, part=part: part_of_seam(seam) <= part).built  # type: ignore[misc]
-        )
+        edited = plan(checkout, {}, wanted=functools.partial(_comes_with, part)).built
+        found[part] = {**edited, **new}
     return found
+
+
+def _comes_with(part: Part, seam: Seam) -> bool:
+    return part_of_seam(seam) <= part
 
 
 def _part_of(path: str, tests: Mapping[str, Part]) -> Part:
@@ -188,9 +192,7 @@ def write(checkout: Checkout, out: Path) -> list[Path]:
         IntreeError: the checkout does not fit, the folder cannot be written, or git is not there.
     """
     trees = stages(checkout)
-    stock = {
-        path: text for path, text in plan(checkout, landing()).stock.items() if text is not None
-    }
+    stock = {p: text for p, text in plan(checkout, {}).stock.items() if text is not None}
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as scratch:

@@ -89,7 +89,7 @@ def plan(
     if problems:
         raise IntreeError("\n".join(problems))
     seams = [seam for seam in attached_seams() if wanted(seam)]
-    edits = _edits(checkout, seams)
+    edits, every = _edits(checkout, seams), _edits(checkout, attached_seams())
     found: dict[str, str | None] = {}
     stock: dict[str, str | None] = {}
     built: dict[str, str] = {}
@@ -101,7 +101,7 @@ def plan(
         found[path] = text
         try:
             # A seam that is not wanted any more goes too.
-            without = plain(text, _all_edits(checkout)[path])
+            without = plain(text, every[path])
             stock[path], built[path] = without, edited(without, file_edits)
         except (Misfit, ParserSyntaxError) as error:
             problems.append(f"{path}: {error}")
@@ -123,10 +123,6 @@ def _edits(checkout: Checkout, seams: list[Seam]) -> dict[str, FileEdits]:
     edits[ENVIRON] = FileEdits(fields=environment_fields())
     edits[MEMORY_FIELDS] = FileEdits(fields=argument_fields())
     return edits
-
-
-def _all_edits(checkout: Checkout) -> dict[str, FileEdits]:
-    return _edits(checkout, attached_seams())
 
 
 def _place(checkout: Checkout, seam: Seam) -> tuple[str, str]:

@@ -123,6 +123,8 @@ def test_sglangs_own_files_get_few_lines_and_lose_none(tree):
             added[path] = len(after) - len(before)
     assert 0 < sum(added.values()) <= BUDGET
     assert max(added.values()) <= 20
+    page = (ROOT / "docs" / "upstreaming.md").read_text()
+    assert f"| all {len(added)} | {sum(added.values())} |" in page
 
 
 def test_what_others_edit_beside_it_stays_when_it_goes(tree):

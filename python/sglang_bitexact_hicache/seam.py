@@ -33,9 +33,9 @@ class When(enum.Enum):
     """From when on a seam is in place."""
 
     ALWAYS = "always"
-    """In every process that loads plugins, flag on or off: argument handling only."""
+    """In every process of SGLang, flag on or off: argument handling only."""
     FLAG = "flag on"
-    """In every process that loads plugins with the flag on."""
+    """In every process of SGLang with the flag on."""
     ENGAGED = "engaged"
     """In a scheduler, once `engaged()` holds."""
     SPECULATING = "with EAGLE"

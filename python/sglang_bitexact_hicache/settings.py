@@ -89,8 +89,8 @@ SETTINGS: tuple[Setting, ...] = (
         "pages between two boundaries of the grid",
         Argument(
             STRIDE_ARGUMENT,
-            "PAGES",
-            "Keep the sliding window and the compressor state of every PAGES-th page boundary in "
+            "N",
+            "Keep the sliding window and the compressor state of every N-th page boundary in "
             f"host memory (default: {DEFAULT_STRIDE}). A larger stride takes less host memory. Only "
             f"with {ENV_FLAG}=1. Environment: {ENV_STRIDE}.",
         ),
@@ -131,7 +131,7 @@ SETTINGS: tuple[Setting, ...] = (
         Argument(
             POINTS_ARGUMENT,
             "KINDS",
-            "Which page boundaries are worth a host slot, comma-separated: grid (every PAGES-th), "
+            "Which page boundaries are worth a host slot, comma-separated: grid (every N-th), "
             "prompt (the ends of prompts), decode (the newest pages of answers), junction (where prompts "
             "part; a prefill chunk is cut there once), fill (any other, while there is room). Default: "
             f"{DEFAULT_POINTS}. Only with {ENV_FLAG}=1. Environment: {ENV_POINTS}.",

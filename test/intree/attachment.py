@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 from unittest import mock
 
 FLAG = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
 
+
+if TYPE_CHECKING:
+    from sglang_bitexact_hicache.settings import Argument
 
 PLUGINS = "none"
 """What SGLang loads in a process that has the feature and nothing else (SGLANG_PLUGINS)."""
@@ -43,6 +47,11 @@ def entered() -> set[str]:
     assert found <= set(seams)
     points = {target: attach.point_of(seams[target]) for target in found}
     return {target for target, point in points.items() if point is not None and point.handler}
+
+
+def metavar(argument: Argument) -> str:
+    """What `--help` calls the value of an argument: SGLang's fields have no name for it."""
+    return "" if argument.metavar is None else argument.field.upper()
 
 
 def prepare() -> None:

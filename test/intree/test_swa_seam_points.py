@@ -106,7 +106,10 @@ def test_only_the_points_of_the_switch_arm_themselves():
     for seam in POINTS:
         point = attach.point_of(seam)
         assert point is not None, seam.target
-        if seam.when is not When.FLAG:
+        if seam.when is When.FLAG:
+            # The launcher asks before a scheduler has called the second.
+            assert seam_checks.live_problem(seam) is None
+        else:
             assert point.handler is None, seam.target
             assert point.call is point.function
             assert seam_checks.live_problem(seam) == "not in place in this process"

@@ -38,9 +38,9 @@ class Part(enum.IntEnum):
 
 
 SUBJECTS = {
-    Part.SUBSTRATE: "[HiCache] Bit-exact SWA reuse for DeepSeek-V4 unified_kv: substrate",
-    Part.CAPTURE: "[HiCache] Bit-exact SWA reuse for DeepSeek-V4 unified_kv: capture",
-    Part.REUSE: "[HiCache] Bit-exact SWA reuse for DeepSeek-V4 unified_kv: reuse",
+    Part.SUBSTRATE: "[HiCache] Bit-exact SWA reuse, substrate: DeepSeek-V4 on unified_kv",
+    Part.CAPTURE: "[HiCache] Bit-exact SWA reuse, capture: DeepSeek-V4 on unified_kv",
+    Part.REUSE: "[HiCache] Bit-exact SWA reuse, reuse: DeepSeek-V4 on unified_kv",
 }
 
 MESSAGES = {
@@ -96,6 +96,9 @@ _CAPTURE_HANDLERS = "forward_hooks"
 """The points of these handlers come with the capture, though what they would call comes later."""
 
 
+_ALWAYS = ("conftest", "attachment")
+
+
 def part_of_module(module: str) -> Part:
     """KeyError: it is in none."""
     return {name: part for part, names in PARTS.items() for name in names}[module]
@@ -133,8 +136,8 @@ def parts_of_tests(files: Mapping[str, str]) -> dict[str, Part]:
             todo += new
         # Through the files beside it too, whatever of them is asked for.
         found[f"{TEST_FOLDER}/{name}.py"] = max(direct[other] for other in reached)
-    found[f"{TEST_FOLDER}/conftest.py"] = Part.SUBSTRATE
-    return found
+    # Loaded in every process of tests; what they import later, they import when they are asked.
+    return {**found, **{f"{TEST_FOLDER}/{name}.py": Part.SUBSTRATE for name in _ALWAYS}}
 
 
 def _modules() -> set[str]:

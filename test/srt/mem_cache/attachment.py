@@ -9,6 +9,10 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang_bitexact_hicache.settings import Argument
 
 PLUGINS = "bitexact_hicache"
 """What SGLang loads in a process that has the feature and nothing else (SGLANG_PLUGINS)."""
@@ -36,6 +40,11 @@ def entered() -> set[str]:
     from startup_fixtures import our_patches
 
     return our_patches()
+
+
+def metavar(argument: Argument) -> str:
+    """What `--help` calls the value of an argument; empty for a switch."""
+    return argument.metavar or ""
 
 
 def prepare() -> None:

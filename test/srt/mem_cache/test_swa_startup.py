@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import attachment
 import pytest
 from attachment import hooks_undone
 from hypothesis import given
@@ -94,9 +95,17 @@ def test_help_of_the_server_shows_the_arguments():
         env={**os.environ, "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "0"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "--hicache-swa-offload-page-stride PAGES" in done.stdout
-    assert "--hicache-swa-offload-tail-slots SLOTS" in done.stdout
-    assert ALIGNED in done.stdout
+    shown = " ".join(done.stdout.split())
+    for setting in settings.SETTINGS:
+        if setting.argument is not None:
+            # Its name, what its value is called, its help.
+            value = attachment.metavar(setting.argument)
+            assert f"{setting.argument.name}{value and ' '}{value} {words(setting)}" in shown
+
+
+def words(setting: settings.Setting) -> str:
+    """The first words of its help."""
+    return " ".join(setting.argument.help.split()[:6])
 
 
 @pytest.mark.parametrize(

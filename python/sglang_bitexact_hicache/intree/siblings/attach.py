@@ -31,7 +31,9 @@ def install(*when: When) -> None:
 def is_live(seam: Seam) -> bool:
     """Whether the seam's handler is called in this process. For the kinds that are attached only."""
     point = point_of(seam)
-    return point is not None and point.handler is seam.load()
+    if point is None:
+        return False
+    return point.waits_for == seam if point.handler is None else point.handler is seam.load()
 
 
 def point_of(seam: Seam) -> seam_point.SeamPoint | None:

@@ -29,12 +29,14 @@ class SeamPoint:
     Attributes:
         function: SGLang's own.
         handler: the feature's, None as long as the point is not armed.
+        waits_for: the seam for which it arms itself at its first call, or None.
         call: what a call of the function does now.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.handler: Callable[..., Any] | None = None
+        self.waits_for: Seam | None = None
         self.call = function
 
     def arm(self, kind: Kind, handler: Callable[..., Any]) -> None:
@@ -49,7 +51,7 @@ class SeamPoint:
                 self.arm(seam.kind, seam.load())
             return self.call(*args, **kwargs)
 
-        self.call = first
+        self.waits_for, self.call = seam, first
 
 
 def bitexact_seam(function: Function) -> Function:

@@ -14,12 +14,13 @@ WORKERS ?= 2
 # gives the same sums.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help env lint test regression matrix soak compare demo dist bench-reuse bench-l3 bench-gpu clean
+.PHONY: help env lint test regression intree-check matrix soak compare demo dist bench-reuse bench-l3 bench-gpu clean
 
 help:
 	@echo "make demo   start the server per arm, send the rounds, print the table, write a report to look at"
 	@echo "make test   lint, then every test"
 	@echo "make regression    with the flag off SGLang is as without the plugin (QUICK: REGRESSION_ARGS=--quick)"
+	@echo "make intree-check  the feature built into a tree of SGLang: its tests and the demo there (ALL=1: every test)"
 	@echo "make matrix        every layout, speculation and number of ranks, tier by tier (under an hour)"
 	@echo "make soak MINUTES=2 everything at once on a server, every answer checked (KILLS=10: and killed)"
 	@echo "make compare       off against dev with SGLang's own clients, docs/compare.md (10 minutes)"
@@ -56,6 +57,10 @@ test: lint
 # Keep transcripts and logs: REGRESSION_ARGS="--keep DIR".
 regression: env
 	cd test/srt/mem_cache && ../../../$(BIN)/python -W ignore regression.py $(REGRESSION_ARGS)
+
+# Python finds the tree's SGLang there, and cannot import the plugin (docs/upstreaming.md).
+intree-check: env
+	cd test/srt/mem_cache && ../../../$(BIN)/python -W ignore intree_check.py --workers $(WORKERS) $(if $(ALL),--all)
 
 # What the log files of a wrong cell say: MATRIX_ARGS="--logs DIR".
 matrix: env

@@ -1,4 +1,4 @@
-"""`python -m sglang_bitexact_hicache doctor`: see doctor/command.py."""
+"""`python -m sglang_bitexact_hicache`: see doctor/command.py."""
 
 from __future__ import annotations
 

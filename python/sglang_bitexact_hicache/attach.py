@@ -1,4 +1,5 @@
-"""How the seams are put in place: SGLang's hook registry, and its hooks of argument resolution.
+"""The plugin's form of attaching, how the seams are put in place: by SGLang's hook registry, and its
+hooks of argument resolution.
 
 The registry logs a hook that it cannot apply and goes on; seam_checks.py asks here what is in place.
 """

@@ -12,13 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_bitexact_hicache.options import (
-    BACKEND,
-    ENV_ALLOW_NON_HIP,
-    ENV_BACKEND,
-    ENV_FLAG,
-    env_flag,
-)
+from sglang_bitexact_hicache.options import env_flag
+from sglang_bitexact_hicache.settings import BACKEND, ENV_ALLOW_NON_HIP, ENV_BACKEND, ENV_FLAG
 
 logger = logging.getLogger(__name__)
 

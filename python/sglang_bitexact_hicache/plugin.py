@@ -7,7 +7,7 @@ later whether the feature engages (factory.py).
 
 from __future__ import annotations
 
-from sglang_bitexact_hicache import attach, options
+from sglang_bitexact_hicache import arguments, attach, options
 from sglang_bitexact_hicache.seam import When
 
 
@@ -17,8 +17,7 @@ def register() -> None:
     SGLang logs and swallows an exception here. `seam_checks.require_live` finds out, where there is still
     a seam that runs; a plugin that could not be imported at all leaves SGLang as it is.
     """
-    options.install_env_fields()
+    arguments.environment_fields()
     attach.register(When.ALWAYS)
-    # A value that cannot be read is refused later, where an exception is not swallowed.
-    if options.env_problem(options.ENV_FLAG) or options.env_flag(options.ENV_FLAG):
+    if options.wanted():
         attach.register(When.FLAG)

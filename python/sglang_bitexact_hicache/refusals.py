@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_bitexact_hicache.constants import C4_RATIO, C128_RATIO, PAGE_SIZE, WINDOW
-from sglang_bitexact_hicache.options import (
+from sglang_bitexact_hicache.options import Options, compress_state_dtype
+from sglang_bitexact_hicache.policy import Kind
+from sglang_bitexact_hicache.settings import (
     ALIGNED_ARGUMENT,
     ENV_FLAG,
     ENV_POINTS,
@@ -25,10 +27,7 @@ from sglang_bitexact_hicache.options import (
     POINTS_ARGUMENT,
     STRIDE_ARGUMENT,
     TAIL_ARGUMENT,
-    Options,
-    compress_state_dtype,
 )
-from sglang_bitexact_hicache.policy import Kind
 from sglang_bitexact_hicache.sizing import LEAST_ROW_LIMIT
 
 STORAGE_BACKENDS = ("file", "nixl")

@@ -33,9 +33,9 @@ class When(enum.Enum):
     """From when on a seam is in place."""
 
     ALWAYS = "always"
-    """In every process that loads plugins, flag on or off: argument handling only."""
+    """In every process of SGLang, flag on or off: argument handling only."""
     FLAG = "flag on"
-    """In every process that loads plugins with the flag on."""
+    """In every process of SGLang with the flag on."""
     ENGAGED = "engaged"
     """In a scheduler, once `engaged()` holds."""
     SPECULATING = "with EAGLE"
@@ -44,6 +44,9 @@ class When(enum.Enum):
 
 HOOKS = (Kind.BEFORE, Kind.AFTER, Kind.AROUND)
 """The kinds that SGLang's HookRegistry applies."""
+
+ATTACHED = (*HOOKS, Kind.RESOLUTION)
+"""The kinds that call a handler from a function of SGLang."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.metadata
 import importlib.util
 import pkgutil
 from collections.abc import Callable, Iterable
@@ -22,40 +21,25 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from sglang_bitexact_hicache import attach, seam_table
+from sglang_bitexact_hicache import attach, release, seam_table
 from sglang_bitexact_hicache.seam import PACKAGE, Kind, Seam, When
-
-
-def sglang_version() -> str:
-    """The installed SGLang's version, without a local suffix ("0.5.23+rocm" is "0.5.23").
-
-    Raises:
-        ValueError: SGLang is not installed.
-    """
-    try:
-        return importlib.metadata.version("sglang").partition("+")[0]
-    except importlib.metadata.PackageNotFoundError:
-        raise ValueError("SGLang is not installed") from None
-
-
-def version_problem() -> str | None:
-    """What is wrong with the installed SGLang's version, or None."""
-    found = sglang_version()
-    if found == seam_table.SGLANG_VERSION:
-        return None
-    return f"SGLang {seam_table.SGLANG_VERSION} is needed, {found} is installed"
-
 
 # ---- against the installed source
 
 
-def source_problem(seam: Seam) -> str | None:
-    """How SGLang's source differs from what the seam expects, or None. Imports nothing of it."""
-    function = _find_function(seam.target)
+def source_problem(seam: Seam, package: Path | None = None) -> str | None:
+    """How SGLang's source differs from what the seam expects, or None. Imports nothing of it.
+
+    Args:
+        seam: a row of the table.
+        package: the folder of the `sglang` package; None: the one that is installed.
+    """
+    found = source_of(seam.target, package)
+    function = None if found is None else function_in(_read(found[0]), found[1])
     if function is None:
         return "missing: SGLang has no such function"
     args = function.args
-    found = tuple(
+    names = tuple(
         arg.arg
         for arg in (
             *args.posonlyargs,
@@ -65,39 +49,54 @@ def source_problem(seam: Seam) -> str | None:
             *filter(None, (args.kwarg,)),
         )
     )
-    if found != seam.parameters:
-        return f"signature: ({', '.join(found)}) and not ({', '.join(seam.parameters)})"
+    if names != seam.parameters:
+        return f"signature: ({', '.join(names)}) and not ({', '.join(seam.parameters)})"
     return None
 
 
-def _find_function(target: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    parts = target.split(".")
-    spec = importlib.util.find_spec(parts[0])
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    folder = Path(next(iter(spec.submodule_search_locations)))
-    for i, part in enumerate(parts[1:], start=2):
+def source_of(target: str, package: Path | None = None) -> tuple[Path, str] | None:
+    """The file of a target's module and its qualified name there; None where there is no such file.
+
+    Args:
+        target: dotted name of a function.
+        package: as in `source_problem`.
+    """
+    name, *parts = target.split(".")
+    if package is None:
+        spec = importlib.util.find_spec(name)
+        if spec is None or not spec.submodule_search_locations:
+            return None
+        package = Path(next(iter(spec.submodule_search_locations)))
+    folder = package
+    for i, part in enumerate(parts, start=1):
         source = folder / f"{part}.py"
         if source.is_file():
-            return _find_in(_parse(source), parts[i:])
+            return source, ".".join(parts[i:])
         folder = folder / part
     return None
 
 
+def _read(source: Path) -> str:
+    return source.read_text(encoding="utf-8")
+
+
 @lru_cache(maxsize=32)
-def _parse(source: Path) -> ast.Module:
-    return ast.parse(source.read_text(encoding="utf-8"))
+def _parse(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def function_in(text: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """The function of this qualified name ("Class.method") in a module's source, or None."""
+    return _find_in(_parse(text), name.split(".")) if name else None
 
 
 def _find_in(scope: ast.AST, names: list[str]) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    if not names:
-        return None
     for node in ast.iter_child_nodes(scope):
         if getattr(node, "name", None) != names[0]:
             continue
         if len(names) == 1 and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return node
-        if isinstance(node, ast.ClassDef):
+        if isinstance(node, ast.ClassDef) and names[1:]:
             return _find_in(node, names[1:])
     return None
 
@@ -115,7 +114,7 @@ def live_problem(seam: Seam) -> str | None:
         return None
     if seam.kind is Kind.SUBCLASS:
         return _override_problem(seam, handler)
-    return None if attach.is_live(seam) else "not in place: SGLang did not apply the hook"
+    return None if attach.is_live(seam) else "not in place in this process"
 
 
 def _override_problem(seam: Seam, handler: Callable[..., Any]) -> str | None:
@@ -143,7 +142,7 @@ def require_source(seams: Iterable[Seam] | None = None) -> None:
         ValueError: the version is another one, or a seam's target is missing or has changed; one
             line for each.
     """
-    version = version_problem()
+    version = release.version_problem()
     problems = [version] if version else []
     problems += _lines(seam_table.SEAMS if seams is None else seams, source_problem)
     _require(problems)
@@ -171,6 +170,6 @@ def _require(problems: list[str]) -> None:
     if problems:
         lines = "".join(f"\n  {problem}" for problem in problems)
         raise ValueError(
-            f"bit-exact HiCache does not fit this SGLang ({sglang_version()}); unset "
+            f"bit-exact HiCache does not fit this SGLang ({release.sglang_version()}); unset "
             f"SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE to start without it:{lines}"
         )

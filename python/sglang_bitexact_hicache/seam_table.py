@@ -5,36 +5,16 @@ It is compared with SGLang by seam_checks.py, and put in place by attach.py.
 
 from __future__ import annotations
 
+from sglang_bitexact_hicache.arguments import ARGUMENT_SEAMS
 from sglang_bitexact_hicache.seam import Kind, Seam, When
-
-SGLANG_VERSION = "0.5.23"
-"""The SGLang release that the table was checked against, and the only one that is accepted."""
 
 _TREE = "sglang.srt.mem_cache.unified_cache.components"
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _CONTROLLER = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 
 SEAMS: tuple[Seam, ...] = (
-    Seam(
-        f"{_SERVER_ARGS}.add_cli_args",
-        Kind.AFTER,
-        "options:after_add_cli_args",
-        "the feature's command-line arguments",
-        ("parser",),
-        When.ALWAYS,
-        "server_args.py:680 prepare_server_args",
-    ),
-    Seam(
-        f"{_SERVER_ARGS}.from_cli_args",
-        Kind.AFTER,
-        "options:after_from_cli_args",
-        "their values, on the record that goes to every process",
-        ("cls", "args"),
-        When.ALWAYS,
-        "server_args.py:710 prepare_server_args",
-    ),
+    *ARGUMENT_SEAMS,
     Seam(
         "sglang.srt.arg_groups.hicache_hook.handle_hicache",
         Kind.RESOLUTION,

@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass
 
 from sglang_bitexact_hicache.constants import PAGE_SIZE
-from sglang_bitexact_hicache.options import STRIDE_ARGUMENT, TAIL_ARGUMENT
+from sglang_bitexact_hicache.settings import STRIDE_ARGUMENT, TAIL_ARGUMENT
 
 logger = logging.getLogger(__name__)
 

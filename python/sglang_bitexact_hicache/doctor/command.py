@@ -1,4 +1,4 @@
-"""`python -m sglang_bitexact_hicache doctor`: the command line of the doctor.
+"""`python -m sglang_bitexact_hicache`: the command line, of the doctor and of `intree`.
 
 Exit status: 0 everything fits; 1 there is a problem, or what was asked for is not so (the feature is off
 on the server, its metrics are off); 2 the command line is wrong, or the server does not answer.
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from sglang_bitexact_hicache.doctor import configuration, installed
 from sglang_bitexact_hicache.doctor.report import Finding, Report, Section, State
+from sglang_bitexact_hicache.intree import command as intree_command
 
 TIMEOUT = 10.0
 """Seconds that a server has to answer."""
@@ -60,7 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_argument(
         "--timeout", type=_seconds, metavar="SECONDS", help=f"to wait for it ({TIMEOUT:g})"
     )
+    intree_command.add_arguments(
+        commands.add_parser("intree", help="build the feature into a source checkout of SGLang")
+    )
     args = parser.parse_args(asked)
+    if args.command == "intree":
+        return intree_command.run(args)
     if cut < len(words) and (args.url is not None or args.source_only):
         doctor.error("SERVER FLAGS cannot be given with --url or --source-only")
     if args.url is None and (args.api_key is not None or args.timeout is not None):

@@ -13,7 +13,8 @@ from unittest import mock
 
 from sglang_bitexact_hicache import engagement, refusals
 from sglang_bitexact_hicache.doctor.report import Finding, Section, State
-from sglang_bitexact_hicache.options import ENV_FLAG, SETTINGS, Setting, env_problem
+from sglang_bitexact_hicache.options import env_problem, in_force
+from sglang_bitexact_hicache.settings import ENV_FLAG, SETTINGS, Setting
 
 
 class Unresolved(Exception):
@@ -62,7 +63,7 @@ def settings(record: Any = None, *, source_only: bool = False) -> Section:
             continue
         try:
             problem = env_problem(setting.env) if setting.type is bool and not source_only else None
-            value, origin = setting.in_force(record)
+            value, origin = in_force(setting, record)
         except ValueError as error:
             problem, value, origin = str(error), raw, None
         if problem is not None or origin is None:
@@ -73,7 +74,7 @@ def settings(record: Any = None, *, source_only: bool = False) -> Section:
 
 
 def _meaning(setting: Setting, origin: str) -> str:
-    also = f"; {setting.argument}" if setting.argument else ""
+    also = f"; {setting.argument.name}" if setting.argument else ""
     return f"({origin}{also}): {setting.meaning}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
-from sglang_bitexact_hicache import attach, seam_checks
+from sglang_bitexact_hicache import attach, release, seam_checks
 from sglang_bitexact_hicache import seam_table as table
 from sglang_bitexact_hicache.doctor.report import Finding, Section, State
 from sglang_bitexact_hicache.seam import When
@@ -39,12 +39,12 @@ def _own_version() -> Finding:
 
 def _sglang_version() -> Finding:
     try:
-        problem = seam_checks.version_problem()
+        problem = release.version_problem()
     except ValueError as error:
         return Finding("sglang_version", State.PROBLEM, None, str(error))
     if problem:
-        return Finding("sglang_version", State.PROBLEM, seam_checks.sglang_version(), problem)
-    return Finding("sglang_version", State.OK, table.SGLANG_VERSION)
+        return Finding("sglang_version", State.PROBLEM, release.sglang_version(), problem)
+    return Finding("sglang_version", State.OK, release.SGLANG_VERSION)
 
 
 def _entry_point(flag: bool) -> list[Finding]:

@@ -17,10 +17,10 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_bitexact_hicache import seam_table
+from sglang_bitexact_hicache import release
 from sglang_bitexact_hicache.doctor.report import Finding, Section, State
 from sglang_bitexact_hicache.exporter import METRICS, PREFIX, Metric, MetricType
-from sglang_bitexact_hicache.options import BACKEND, ENV_BACKEND, ENV_FLAG, SETTINGS
+from sglang_bitexact_hicache.settings import BACKEND, ENV_BACKEND, ENV_FLAG, SETTINGS
 
 REPORTED = "sglang:num_running_reqs"
 """SGLang's gauge that every report of a scheduler sets."""
@@ -227,9 +227,9 @@ def _counters(values: Values) -> Section:
 
 def _version(info: Mapping[str, Any]) -> Finding:
     found = info.get("version")
-    if found == seam_table.SGLANG_VERSION:
+    if found == release.SGLANG_VERSION:
         return Finding("sglang_version", State.OK, found)
-    needed = f"this package is for SGLang {seam_table.SGLANG_VERSION}"
+    needed = f"this package is for SGLang {release.SGLANG_VERSION}"
     return Finding("sglang_version", State.PROBLEM, found, needed)
 
 
@@ -291,8 +291,8 @@ def _settings(info: Mapping[str, Any]) -> Section:
     findings = []
     for setting in SETTINGS:
         value: Any
-        if setting.argument is not None and setting.argument in command:
-            value, origin = command[setting.argument], "command line"
+        if setting.argument is not None and setting.argument.name in command:
+            value, origin = command[setting.argument.name], "command line"
         elif environment is not None:
             value, origin = environment.get(setting.env), "environment"
         else:

@@ -8,11 +8,10 @@ torchvision was imported already; so it may run any number of times.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
-from pathlib import Path
 
+import attachment
 import pytest
 from hypothesis import settings
 
@@ -23,10 +22,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
-
-_PYTHON = Path(__file__).resolve().parents[3] / "python"
-if importlib.util.find_spec("sglang_bitexact_hicache") is None:
-    sys.path.insert(0, str(_PYTHON))
 
 
 def _declare_torchvision_operators() -> None:
@@ -43,6 +38,7 @@ def _declare_torchvision_operators() -> None:
 
 
 _declare_torchvision_operators()
+attachment.prepare()
 
 
 @pytest.fixture(scope="session")

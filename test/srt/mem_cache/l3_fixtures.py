@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from attachment import hooks_undone
 from bitexact_fixtures import PAGE, CpuStack, make_cache, make_server_args
-from startup_fixtures import hooks_undone
 
 FACTS: Mapping[str, Any] = {"model": "tiny", "weights": "default"}
 

@@ -38,7 +38,7 @@ from scheduler_harness import FEATURE_ENV, SchedulerRanks, failure_lines
 from tabulate import tabulate
 
 from dsv4_reference_platform.launch import EAGLE_ARGS, NEXTN_ARGS
-from sglang_bitexact_hicache import options
+from sglang_bitexact_hicache import settings
 
 CHUNK = 2 * PAGE
 TIERS = {"L1": "device", "L2": "host", "L3": "storage"}
@@ -60,7 +60,7 @@ STORAGE = (
     *("--hicache-storage-backend", "file"),
     *("--hicache-storage-prefetch-policy", "wait_complete"),
 )
-REFUSAL = f"ValueError: {options.ENV_FLAG}=1 cannot run with this configuration"
+REFUSAL = f"ValueError: {settings.ENV_FLAG}=1 cannot run with this configuration"
 
 
 @dataclass(frozen=True)

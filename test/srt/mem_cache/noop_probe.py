@@ -12,8 +12,9 @@ import os
 import sys
 from typing import Any
 
+from attachment import entered
 from bitexact_fixtures import PAGE, WINDOW, cpu_hicache, make_server_args
-from startup_fixtures import build_context, environment, our_log, our_patches
+from startup_fixtures import build_context, environment, our_log
 
 CASES = {
     "flag off": {},
@@ -130,7 +131,7 @@ def facts() -> dict[str, Any]:
     from sglang.srt.environ import Envs
 
     found: dict[str, Any] = {
-        "patches": sorted(our_patches()),
+        "patches": sorted(entered()),
         "modules": sorted(m for m in sys.modules if m.startswith("sglang_bitexact_hicache.")),
         "resolution": sorted(resolution_hooks._HOOKS),
         "environment": sorted(n for n in vars(Envs) if "BIT_EXACT" in n or "SWA_OFFLOAD" in n),

@@ -104,19 +104,11 @@ def run_worlds(amount: Amount, folder: Path) -> dict[str, Transcripts]:
 def additions() -> dict[str, set[str]]:
     """What is there with the flag off, by its own tables: environment variables, arguments, where their
     values travel, modules, and what SGLang says when it loads any plugin."""
-    from sglang_bitexact_hicache import options, plugin
+    from sglang_bitexact_hicache import plugin, settings
 
-    carried = {s.attribute for s in options.SETTINGS if s.attribute is not None}
-    modules = {
-        "attach",
-        "constants",
-        "geometry",
-        "options",
-        "plugin",
-        "policy",
-        "seam",
-        "seam_table",
-    }
+    carried = {f"_{s.argument.field}" for s in settings.SETTINGS if s.argument is not None}
+    modules = {"arguments", "attach", "constants", "geometry", "options", "plugin", "policy"}
+    modules |= {"seam", "seam_table", "settings"}
     entry = f"{plugin.__name__}:{plugin.register.__name__}"
     said = {
         f"INFO sglang.srt.plugins   - bitexact_hicache -> {entry}",
@@ -130,7 +122,7 @@ def additions() -> dict[str, set[str]]:
             "(from: plugin=bitexact_hicache, dist=sglang-bitexact-hicache)"
         )
     return {
-        "environment": {setting.env for setting in options.SETTINGS},
+        "environment": {setting.env for setting in settings.SETTINGS},
         "help": {"bit-exact SWA HiCache (DeepSeek-V4 unified_kv):"},
         "parsed": {name.removeprefix("_") for name in carried},
         "resolved": carried,

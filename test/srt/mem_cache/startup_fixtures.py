@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import os
-import pkgutil
 import sys
 import types
 from collections.abc import Iterator, Sequence
@@ -194,43 +193,6 @@ def build_context(
 
 
 @contextlib.contextmanager
-def hooks_undone() -> Iterator[None]:
-    """Undoes, on exit, what `attach.install` puts into this process, and the registry's memory of it."""
-    from sglang.srt.arg_groups import resolution_hooks
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    from sglang_bitexact_hicache import seam_table
-    from sglang_bitexact_hicache.seam import HOOKS
-
-    before = []
-    for seam in seam_table.SEAMS:
-        if seam.kind in HOOKS:
-            owner = pkgutil.resolve_name(seam.target.rpartition(".")[0])
-            before.append((owner, seam.attribute, vars(owner)[seam.attribute]))
-    hooks = {target: list(entries) for target, entries in HookRegistry._hooks.items()}
-    patched = set(HookRegistry._patched)
-    steps = {name: list(entries) for name, entries in resolution_hooks._HOOKS.items()}
-    try:
-        yield
-    finally:
-        for owner, name, value in before:
-            now = vars(owner)[name]
-            if now is value:
-                continue
-            setattr(owner, name, value)
-            # The registry also re-pointed what other modules had imported.
-            for module in list(sys.modules.values()):
-                if isinstance(module, types.ModuleType) and vars(module).get(name) is now:
-                    setattr(module, name, value)
-        HookRegistry._hooks.clear()
-        HookRegistry._hooks.update(hooks)
-        HookRegistry._patched.clear()
-        HookRegistry._patched.update(patched)
-        resolution_hooks._HOOKS.clear()
-        resolution_hooks._HOOKS.update(steps)
-
-
-@contextlib.contextmanager
 def environment(**changes: str | None) -> Iterator[None]:
     """Environment variables, None to remove one; undone on exit."""
     with mock.patch.dict(os.environ):
@@ -291,5 +253,7 @@ def our_patches() -> set[str]:
 
 
 def _is_ours(value: Any) -> bool:
+    from sglang_bitexact_hicache.seam import PACKAGE
+
     module = getattr(value, "__module__", None)
-    return isinstance(module, str) and module.partition(".")[0] == "sglang_bitexact_hicache"
+    return isinstance(module, str) and module.startswith(f"{PACKAGE}.")

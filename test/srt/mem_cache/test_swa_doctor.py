@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attachment import hooks_undone
 from bitexact_fixtures import cpu_hicache, make_kv_pool
 from startup_fixtures import (
     ENGAGING_ARGS,
@@ -28,7 +29,6 @@ from startup_fixtures import (
     OTHER_MODEL_CONFIG,
     build_context,
     environment,
-    hooks_undone,
     publish,
     resolve,
     write_config,
@@ -37,12 +37,13 @@ from startup_fixtures import (
 
 from dsv4_reference_platform.launch import EAGLE_ARGS
 from sglang_bitexact_hicache import (
+    arguments,
     attach,
     engagement,
     factory,
-    options,
     refusals,
     seam_table,
+    settings,
     sizing,
 )
 from sglang_bitexact_hicache.device_view import DeviceView
@@ -60,14 +61,14 @@ Findings = dict[str, dict[str, dict[str, Any]]]
 @pytest.fixture(scope="module", autouse=True)
 def _hooks():
     with hooks_undone():
-        options.install_env_fields()
+        arguments.environment_fields()
         attach.install(When.ALWAYS)
         yield
 
 
 @pytest.fixture(autouse=True)
 def _clean_environment():
-    unset = {setting.env: None for setting in options.SETTINGS}
+    unset = {setting.env: None for setting in settings.SETTINGS}
     # SGLang sets it when it parses arguments.
     level = logging.root.level
     with environment(**{**unset, **ENGAGING_ENV}, SGLANG_PLUGINS=None):
@@ -212,7 +213,7 @@ def test_every_setting_with_its_value_and_origin(doctor, model):
     ):
         _, found = doctor(*flags(model, argument, "4"))
         _, alone = doctor()
-    assert list(found["settings"]) == [setting.env for setting in options.SETTINGS]
+    assert list(found["settings"]) == [setting.env for setting in settings.SETTINGS]
     stride = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
     assert found["settings"][stride]["value"] == 4
     assert "command line" in found["settings"][stride]["detail"]
@@ -221,24 +222,17 @@ def test_every_setting_with_its_value_and_origin(doctor, model):
     assert found["settings"]["SGLANG_HICACHE_SWA_OFFLOAD_TAIL_SLOTS"]["value"] == 5
     assert "default" in found["settings"]["SGLANG_SWA_DBG_CHECKSUM"]["detail"]
     assert found["settings"]["SGLANG_HICACHE_SWA_OFFLOAD_REUSE_POINTS"]["value"] == (
-        options.DEFAULT_POINTS
+        settings.DEFAULT_POINTS
     )
 
 
-@pytest.mark.parametrize("setting", options.SETTINGS, ids=lambda setting: setting.env)
+@pytest.mark.parametrize("setting", settings.SETTINGS, ids=lambda setting: setting.env)
 def test_what_cannot_be_read_is_a_problem(doctor, setting):
     with environment(**{setting.env: "often"}):
         status, found = doctor()
     readable = setting.type is str
     assert found["settings"][setting.env]["state"] == ("ok" if readable else "problem")
     assert status == (0 if readable else 1)
-
-
-def test_the_readme_names_every_setting():
-    readme = (ROOT / "README.md").read_text()
-    for setting in options.SETTINGS:
-        assert f"`{setting.env}" in readme
-        assert setting.argument is None or f"`{setting.argument}" in readme
 
 
 # ---- server flags: gate and refusals

@@ -16,7 +16,6 @@ from scheduler_harness import Harness, Steps
 from startup_fixtures import environment
 
 from sglang_bitexact_hicache import exporter
-from sglang_bitexact_hicache.doctor import server
 from sglang_bitexact_hicache.exporter import METRICS, PREFIX
 from sglang_bitexact_hicache.metrics import Durations
 
@@ -206,12 +205,6 @@ def process(scheduler_process, folder):
 # ---- the table
 
 
-def test_the_page_in_docs_is_the_table():
-    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| `")]
-    assert rows == [f"| `{m.name}` | {m.type.value} | {m.meaning} |" for m in METRICS]
-
-
 def test_every_reason_is_explained():
     for metric in METRICS:
         for labels, _ in metric.series():
@@ -247,33 +240,6 @@ def test_a_hit_is_on_the_page_and_the_page_is_what_the_counters_say(process, fol
     assert value(samples, "rejected_total", "restore_impossible") == 0
     assert value(samples, "slots_used") == used > 0
     assert value(samples, "slots_total") == capacity
-
-
-def test_the_doctor_reads_the_page(process, folder):
-    process.run(report)
-    values, reported = server.read_metrics(page(folder))
-    samples = scrape(folder)
-    assert reported
-    parts = {m.name: ("_count", "_sum") for m in METRICS if m.type is exporter.MetricType.HISTOGRAM}
-    expected = {
-        (name, dict(labels).get("reason", "")): number
-        for metric in METRICS
-        for name in (metric.name + part for part in parts.get(metric.name, ("",)))
-        for labels, number in samples[name].items()
-    }
-    assert values == expected
-    assert {finding.key: finding.value for finding in server._health(values)} == {
-        "captured": value(samples, "captured_total"),
-        "restored": value(samples, "restored_total"),
-        "verified": value(samples, "checks_verified_total"),
-        "mismatches": 0,
-        "impossible": 0,
-        "pool": {
-            "used": value(samples, "slots_used"),
-            "slots": value(samples, "slots_total"),
-        },
-    }
-    assert values[(PREFIX + "restored_total", "")] >= 1
 
 
 def test_what_healing_does_and_costs_is_on_the_page(process, folder):

@@ -15,16 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attachment import ENTERED_OFF, ENTERED_ON, FORM_MODULES, PLUGINS, STEPS_ON
 from startup_fixtures import ENGAGING_ENV
-
-ARGUMENT_HANDLING = [
-    "sglang.srt.server_args.ServerArgs.add_cli_args",
-    "sglang.srt.server_args.ServerArgs.from_cli_args",
-]
-"""All that is patched with the flag off."""
-
-WITH_THE_FLAG = ["sglang.srt.mem_cache.registry.create_unified_radix_cache", *ARGUMENT_HANDLING]
-"""All that is patched with the flag on, as long as the feature does not engage."""
 
 STOCK_HOST_POOLS = [
     "deepseek_v4_c128",
@@ -54,7 +46,7 @@ def _probe(env: dict[str, str], cases: list[str]) -> Iterator[tuple[str, dict[st
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).with_name("noop_probe.py")), *cases],
         # Other plugins have hooks of their own; the reference platform stays out of it.
-        env={**os.environ, **ENGAGING_ENV, **env, "SGLANG_PLUGINS": "bitexact_hicache"},
+        env={**os.environ, **ENGAGING_ENV, **env, "SGLANG_PLUGINS": PLUGINS},
         capture_output=True,
         text=True,
         timeout=600,
@@ -72,19 +64,19 @@ def test_the_plugin_was_loaded(case, findings):
     assert findings[case]["after_loading"]["environment"]
 
 
-def test_flag_off_patches_argument_handling_and_nothing_else(findings):
+def test_flag_off_enters_nothing_but_the_handling_of_arguments(findings):
     for moment in ("after_loading", "after_building"):
         facts = findings["flag off"][moment]
-        assert facts["patches"] == ARGUMENT_HANDLING
+        assert facts["patches"] == ENTERED_OFF
         assert facts["resolution"] == []
 
 
 @pytest.mark.parametrize("case", NOT_ENGAGED)
-def test_not_engaged_patches_two_more_and_nothing_else(case, findings):
-    for moment in ("after_loading", "after_building"):
+def test_not_engaged_enters_what_asks_the_gate_and_nothing_else(case, findings):
+    for moment, entered in ENTERED_ON.items():
         facts = findings[case][moment]
-        assert facts["patches"] == WITH_THE_FLAG
-        assert facts["resolution"] == ["handle_hicache"]
+        assert facts["patches"] == entered
+        assert facts["resolution"] == STEPS_ON
 
 
 @pytest.mark.parametrize("case", ["flag off", *NOT_ENGAGED])
@@ -108,10 +100,11 @@ def test_host_pools_are_sglangs(case, findings):
 @pytest.mark.parametrize("case", ["flag off", *NOT_ENGAGED])
 def test_nothing_of_the_byte_side_is_imported(case, findings):
     # Pure Python all of them. The options name the kinds of reuse point, which policy.py defines.
-    light = {"constants", "geometry", "options", "plugin", "policy"}
-    light |= {"attach", "seam", "seam_table"}
+    light = {"arguments", "constants", "geometry", "options", "policy", "seam", "settings"}
+    light |= FORM_MODULES
     if case != "flag off":
-        light |= {"aligned", "engagement", "factory", "refusals", "seam_checks", "sizing"}
+        light |= {"aligned", "attach", "engagement", "factory", "refusals", "release"}
+        light |= {"seam_checks", "seam_table", "sizing"}
     modules = {name.rpartition(".")[2] for name in findings[case]["after_building"]["modules"]}
     assert modules == light
 

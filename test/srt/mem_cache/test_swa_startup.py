@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import attachment
 import pytest
+from attachment import hooks_undone
 from hypothesis import given
 from hypothesis import strategies as st
 from startup_fixtures import (
@@ -23,7 +25,6 @@ from startup_fixtures import (
     OTHER_MODEL_CONFIG,
     build_context,
     environment,
-    hooks_undone,
     our_log,
     parse,
     publish,
@@ -33,12 +34,14 @@ from startup_fixtures import (
 )
 
 from sglang_bitexact_hicache import (
+    arguments,
     attach,
     engagement,
     factory,
     options,
     refusals,
     seam_checks,
+    settings,
     sizing,
 )
 from sglang_bitexact_hicache.options import Options
@@ -56,7 +59,7 @@ EAGLE = (
 def _hooks():
     """The hooks of a process that loaded plugins with the flag on."""
     with hooks_undone():
-        options.install_env_fields()
+        arguments.environment_fields()
         attach.install(When.ALWAYS, When.FLAG)
         yield
 
@@ -92,9 +95,17 @@ def test_help_of_the_server_shows_the_arguments():
         env={**os.environ, "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "0"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "--hicache-swa-offload-page-stride PAGES" in done.stdout
-    assert "--hicache-swa-offload-tail-slots SLOTS" in done.stdout
-    assert ALIGNED in done.stdout
+    shown = " ".join(done.stdout.split())
+    for setting in settings.SETTINGS:
+        if setting.argument is not None:
+            # Its name, what its value is called, its help.
+            value = attachment.metavar(setting.argument)
+            assert f"{setting.argument.name}{value and ' '}{value} {words(setting)}" in shown
+
+
+def words(setting: settings.Setting) -> str:
+    """The first words of its help."""
+    return " ".join(setting.argument.help.split()[:6])
 
 
 @pytest.mark.parametrize(
@@ -175,7 +186,7 @@ def test_environment_fields_join_sglangs_own():
     from sglang.srt.environ import EnvField, envs
 
     allowed = EnvField._allow_set_name
-    options.install_env_fields()
+    arguments.environment_fields()
     assert EnvField._allow_set_name == allowed
     assert envs.SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE.get() is True
     assert envs.SGLANG_SWA_DBG_CHECKSUM.get() is False
@@ -270,7 +281,7 @@ def test_every_condition_that_does_not_hold_is_named(model):
 # ---- flags that cannot be read
 
 
-@pytest.mark.parametrize("name", options.BOOLEAN_FLAGS)
+@pytest.mark.parametrize("name", settings.BOOLEAN_FLAGS)
 def test_a_flag_that_is_not_a_boolean_is_refused_in_the_launcher(name, model):
     with (
         environment(**{**ENGAGING_ENV, name: "maybe"}),
@@ -281,8 +292,8 @@ def test_a_flag_that_is_not_a_boolean_is_refused_in_the_launcher(name, model):
 
 @pytest.mark.parametrize("value", ["1", "true", "0", "no"])
 def test_a_flag_that_is_a_boolean_is_read(value):
-    with environment(**{options.ENV_FLAG: value}):
-        assert options.env_problem(options.ENV_FLAG) is None
+    with environment(**{settings.ENV_FLAG: value}):
+        assert options.env_problem(settings.ENV_FLAG) is None
 
 
 # ---- refusals

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from l3_fixtures import storage_hooks
+from l3_fixtures import storage_hooked
 
 from l3 import faults, measure, report
 from reuse.world import quiet_cpu_hicache
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=15, help="of a measurement (%(default)s)")
     options = parser.parse_args()
     repeats = options.repeats
-    with quiet_cpu_hicache(), storage_hooks():
+    with quiet_cpu_hicache(), storage_hooked():
         restored = [measure.restore(pages, repeats) for pages in RESTORE_PAGES]
         print(report.restore_table(restored), flush=True)
         written = [measure.write(16, records, repeats) for records in WRITE_RECORDS]

@@ -171,7 +171,7 @@ def plan_pools(ctx: Any) -> Options:
 
 def plan_storage(ctx: Any, aligned: AlignedPrefill | None) -> TruthStorage:
     """What storage is written and read under, active from here on in this process."""
-    from sglang_bitexact_hicache import storage, storage_backends
+    from sglang_bitexact_hicache import storage, storage_backends, storage_hooks
     from sglang_bitexact_hicache.device_view import DeviceView
     from sglang_bitexact_hicache.storage_names import StorageNames, facts_of
 
@@ -180,7 +180,7 @@ def plan_storage(ctx: Any, aligned: AlignedPrefill | None) -> TruthStorage:
     unit = 0 if aligned is None else aligned.chunk
     names = StorageNames.of(facts_of(ctx.server_args, kvcache, layout, unit))
     planned = storage.TruthStorage(names, layout, unit or PAGE_SIZE)
-    storage.activate(planned)
+    storage_hooks.activate(planned)
     storage_backends.register_backends()
     return planned
 

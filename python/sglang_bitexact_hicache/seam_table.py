@@ -368,7 +368,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory.create_backend",
         Kind.AROUND,
-        "storage:around_create_backend",
+        "storage_hooks:around_create_backend",
         "SGLang's storage backend behind one that verifies what it gives",
         ("cls", "backend_name", "storage_config", "mem_pool_host", "kwargs"),
         When.ENGAGED,
@@ -377,7 +377,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "sglang.srt.managers.cache_controller.storage_model_name",
         Kind.AFTER,
-        "storage:after_storage_model_name",
+        "storage_hooks:after_storage_model_name",
         "compressed KV of this identity has storage keys of its own",
         ("model_name", "host_pool"),
         When.ENGAGED,
@@ -386,7 +386,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "sglang.srt.managers.cache_controller.HiCacheController._generate_storage_config",
         Kind.AFTER,
-        "storage:after_generate_storage_config",
+        "storage_hooks:after_generate_storage_config",
         "ranks that hold the same KV write their own bytes, under keys of their own",
         ("self", "model_name", "storage_backend_extra_config"),
         When.ENGAGED,
@@ -395,7 +395,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_WEIGHTS}.record_weight_version_after_update",
         Kind.AFTER,
-        "storage:after_weights_changed",
+        "storage_hooks:after_weights_changed",
         "storage is closed once the weights are not the ones that its names say",
         ("self", "weight_version"),
         When.ENGAGED,
@@ -404,7 +404,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         f"{_WEIGHTS}.begin_weight_update",
         Kind.AFTER,
-        "storage:after_begin_weight_update",
+        "storage_hooks:after_begin_weight_update",
         "the same, where weights are written from outside",
         ("self", "recv_req"),
         When.ENGAGED,
@@ -413,7 +413,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change",
         Kind.BEFORE,
-        "storage:before_weight_version_change",
+        "storage_hooks:before_weight_version_change",
         "the same, where an operator says so",
         ("self", "new_version"),
         When.ENGAGED,
@@ -422,7 +422,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "sglang.srt.managers.scheduler.Scheduler.flush_cache",
         Kind.AROUND,
-        "storage:around_flush_cache",
+        "storage_hooks:around_flush_cache",
         "no flush while a call of the storage backend hangs: SGLang would end the scheduler",
         ("self", "empty_cache"),
         When.ENGAGED,

@@ -87,7 +87,7 @@ PARTS: Mapping[Part, tuple[str, ...]] = {
     Part.REUSE: (
         *("planner", "restore", "checks", "runtime", "forward_hooks", "scheduling", "chunking"),
         *("components", "tree", "tree_writers", "gate", "healing", "abort", "ranks", "exporter"),
-        *("storage", "storage_guard", "storage_writer"),
+        *("storage", "storage_guard", "storage_hooks", "storage_writer"),
     ),
 }
 """Which module comes with which patch. `factory` comes with the first and is another until the last."""

@@ -1,13 +1,13 @@
 """A cache with storage (L3) on a CPU, without a scheduler or a model: real pools, tree, controller, IO
 threads, file backend, and the feature's storage side as the factory joins them.
 
-    with storage_hooks():
+    with storage_hooked():
         server = make_storage(directory)
         ...
         server.close()
 
 Use it inside `bitexact_fixtures.cpu_hicache()`. Two servers on one directory may live at a time, but not
-be built at a time (SGLang's PoolName is one a process, and so is `storage.activate`).
+be built at a time (SGLang's PoolName is one a process, and so is `storage_hooks.activate`).
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class NoCopies:
 
 
 @contextlib.contextmanager
-def storage_hooks() -> Iterator[None]:
+def storage_hooked() -> Iterator[None]:
     """The feature's hooks are in place in this process."""
-    from sglang_bitexact_hicache import attach, storage
+    from sglang_bitexact_hicache import attach, storage_hooks
     from sglang_bitexact_hicache.seam import When
 
     with hooks_undone():
@@ -61,7 +61,7 @@ def storage_hooks() -> Iterator[None]:
         try:
             yield
         finally:
-            storage.activate(None)
+            storage_hooks.activate(None)
 
 
 @dataclass
@@ -136,7 +136,7 @@ def make_storage(
     **cache: Any,
 ) -> Server:
     """A cache with storage in `directory`; `cache` goes to `make_cache`, facts into the identity."""
-    from sglang_bitexact_hicache import storage, storage_backends
+    from sglang_bitexact_hicache import storage, storage_backends, storage_hooks
     from sglang_bitexact_hicache.host_pool import TruthHostPools
     from sglang_bitexact_hicache.storage_names import StorageNames, whole_model
 
@@ -152,7 +152,7 @@ def make_storage(
     whole = whole_model(layout, layout.ratios).digest()
     names = StorageNames.of({"layout": whole, "aligned": 0 if unit == PAGE else unit, **facts})
     planned = storage.TruthStorage(names, layout, unit)
-    storage.activate(planned)
+    storage_hooks.activate(planned)
     storage_backends.register_backends()
     with mock.patch.dict(os.environ, SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR=str(directory)):
         built = stack(server_args, slots=slots, **cache)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from bitexact_fixtures import PAGE
-from l3_fixtures import storage_hooks
+from l3_fixtures import storage_hooked
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmark"))
 
@@ -23,7 +23,7 @@ PAGES = 5
 
 @pytest.fixture(scope="module", autouse=True)
 def _cpu():
-    with quiet_cpu_hicache(), storage_hooks():
+    with quiet_cpu_hicache(), storage_hooked():
         yield
 
 

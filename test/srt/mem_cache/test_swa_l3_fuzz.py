@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 from bitexact_fixtures import cpu_hicache
-from l3_fixtures import storage_hooks
+from l3_fixtures import storage_hooked
 from l3_walk import Walk
 from tree_driver import Violation
 
@@ -23,7 +23,7 @@ STEPS = int(os.environ.get("BITEXACT_L3_STEPS", "150"))
 
 @pytest.fixture(scope="module", autouse=True)
 def _cpu():
-    with cpu_hicache(), storage_hooks():
+    with cpu_hicache(), storage_hooked():
         yield
 
 

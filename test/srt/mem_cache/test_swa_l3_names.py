@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 from bitexact_fixtures import PAGE, cpu_hicache, make_kv_pool, make_server_args
-from l3_fixtures import FACTS, Server, make_storage, storage_hooks
+from l3_fixtures import FACTS, Server, make_storage, storage_hooked
 from startup_fixtures import resolve, write_model
 from tree_driver import TreeDriver, tokens
 
@@ -51,7 +51,7 @@ SAME: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _cpu():
-    with cpu_hicache(), storage_hooks():
+    with cpu_hicache(), storage_hooked():
         yield
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 from bitexact_fixtures import cpu_hicache
-from l3_fixtures import storage_hooks
+from l3_fixtures import storage_hooked
 from l3_rank_walk import walk_together
 from rank_replicas import RANKS
 from tree_driver import Violation
@@ -25,7 +25,7 @@ STEPS = int(os.environ.get("BITEXACT_L3_RANK_STEPS", "30"))
 
 @pytest.fixture(scope="module", autouse=True)
 def _cpu():
-    with cpu_hicache(), storage_hooks():
+    with cpu_hicache(), storage_hooked():
         yield
 
 

@@ -14,7 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_bitexact_hicache.constants import C4_RATIO, C128_RATIO, PAGE_SIZE, WINDOW
+from sglang_bitexact_hicache.constants import (
+    C4_RATIO,
+    C128_RATIO,
+    PAGE_SIZE,
+    STATE_ROWS,
+    WINDOW,
+)
 from sglang_bitexact_hicache.options import Options, compress_state_dtype
 from sglang_bitexact_hicache.policy import Kind
 from sglang_bitexact_hicache.settings import (
@@ -35,6 +41,13 @@ STORAGE_BACKENDS = ("file", "nixl")
 
 RATIOS = frozenset({0, C4_RATIO, C128_RATIO})
 
+SPECULATIVE_STATE_RING = 16
+"""Rows that a request has in a C4 compressor's ring with speculative decoding, whatever a round's tokens
+(SGLang's `get_compress_state_ring_size`)."""
+
+MOST_ROUND_TOKENS = SPECULATIVE_STATE_RING - STATE_ROWS + 1
+"""What runtime.check_rings makes of it."""
+
 
 @dataclass(frozen=True)
 class Startup:
@@ -51,6 +64,7 @@ class Startup:
         online_compress: whether the C128 compressor runs in its online form.
         narrow_states: whether compressor states are kept in bf16.
         prefill_coordination: whether one rank's rounds may run beside the prompts of another.
+        fused_verify: whether a round's rows are stored by the kernel that stores a prefill's.
         hybrid_swa: whether the prefix cache has the components FULL and SWA.
     """
 
@@ -63,6 +77,7 @@ class Startup:
     online_compress: bool
     narrow_states: bool
     prefill_coordination: bool
+    fused_verify: bool
     hybrid_swa: bool
 
     @classmethod
@@ -83,6 +98,7 @@ class Startup:
             online_compress=envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get(),
             narrow_states=compress_state_dtype() == "bfloat16",
             prefill_coordination=envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get(),
+            fused_verify=envs.SGLANG_OPT_FUSED_QK_NORM_ROPE_VERIFY.get(),
             hybrid_swa=not cfg.disable_hybrid_swa_memory,
         )
 
@@ -103,6 +119,7 @@ class Startup:
             online_compress=envs.SGLANG_OPT_USE_ONLINE_COMPRESS.get(),
             narrow_states=compress_state_dtype() == "bfloat16",
             prefill_coordination=envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get(),
+            fused_verify=envs.SGLANG_OPT_FUSED_QK_NORM_ROPE_VERIFY.get(),
             hybrid_swa=ctx.is_hybrid_swa and not ctx.is_hybrid_ssm,
         )
 
@@ -456,6 +473,23 @@ RULES: tuple[Rule, ...] = (
         "--enable-multi-layer-eagle",
         "must be unset: only a draft of one layer was tried",
         _speculating(_field("enable_multi_layer_eagle", False)),
+        planned=True,
+    ),
+    Rule(
+        "speculation_tokens",
+        "--speculative-num-draft-tokens",
+        f"must be at most {MOST_ROUND_TOKENS}: of the {SPECULATIVE_STATE_RING} rows of a compressor's "
+        f"ring, a round must not reach the {STATE_ROWS} before a page's end",
+        # Not resolved yet where it was not given: the scheduler asks again, of the rings themselves.
+        _speculating(lambda s: (s.cfg.speculative_num_draft_tokens or 0) > MOST_ROUND_TOKENS),
+        got=lambda s: str(s.cfg.speculative_num_draft_tokens),
+    ),
+    Rule(
+        "speculation_store",
+        "SGLANG_OPT_FUSED_QK_NORM_ROPE_VERIFY",
+        "must not be 0 with --speculative-algorithm: fp8 rows need it, and others were not tried "
+        "without it",
+        _speculating(lambda s: not s.fused_verify),
         planned=True,
     ),
     Rule(

@@ -7,6 +7,7 @@ with it on a refusal would end the resolution, and a report names all of them be
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -37,8 +38,9 @@ def resolve(flags: Sequence[str]) -> Any:
             record = prepare_server_args(list(flags))
             record.resolve_once()
         except Exception as error:
-            # Whatever it is, it ends a server as well.
-            raise Unresolved(f"{type(error).__name__}: {error}") from error
+            # Whatever it is, it ends a server as well. Some of SGLang's assertions say nothing.
+            said = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+            raise Unresolved(f"{type(error).__name__}: {said}") from error
     return record
 
 

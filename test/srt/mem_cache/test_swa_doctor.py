@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from attachment import hooks_undone
@@ -298,6 +299,19 @@ def test_what_sglang_refuses_is_passed_on(doctor, tmp_path):
     assert status == 1
     assert "SGLang does not accept these flags" in found["flags"]["resolved"]["detail"]
     assert "nothing" in found["flags"]["resolved"]["detail"]
+
+
+def test_of_an_assertion_that_says_nothing_the_line_is_passed_on(doctor, model):
+    with mock.patch(
+        "sglang.srt.server_args.ServerArgs.resolve_once", autospec=True, side_effect=_says_nothing
+    ):
+        status, found = doctor(*flags(model))
+    assert status == 1
+    assert "AssertionError: raise AssertionError" in found["flags"]["resolved"]["detail"]
+
+
+def _says_nothing(record):
+    raise AssertionError
 
 
 def test_resolving_leaves_the_switch_as_it_is(model):

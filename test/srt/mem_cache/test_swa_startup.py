@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -45,6 +46,7 @@ from sglang_bitexact_hicache import (
     sizing,
 )
 from sglang_bitexact_hicache.options import Options
+from sglang_bitexact_hicache.runtime import check_rings
 from sglang_bitexact_hicache.seam import When
 
 ALIGNED = "--hicache-swa-offload-aligned-prefill"
@@ -362,6 +364,10 @@ CASES: dict[str, Case] = {
     "speculation": _case("--speculative-algorithm", "DSPARK"),
     "speculation_topk": _case(*EAGLE, declared={"speculative_eagle_topk": 2}),
     "speculation_layers": _case(*EAGLE, declared={"enable_multi_layer_eagle": True}),
+    "speculation_tokens": _case(
+        *EAGLE, "--speculative-num-steps", "13", "--speculative-num-draft-tokens", "14"
+    ),
+    "speculation_store": _case(*EAGLE, env={"SGLANG_OPT_FUSED_QK_NORM_ROPE_VERIFY": "0"}),
     "speculation_groups": _case(
         *EAGLE, "--tp-size", "4", "--dp-size", "2", "--enable-dp-attention"
     ),
@@ -380,6 +386,17 @@ CASES: dict[str, Case] = {
 
 def test_every_rule_has_a_case():
     assert [rule.name for rule in refusals.RULES] == list(CASES)
+
+
+def test_the_most_tokens_of_a_round_are_those_that_the_rings_hold():
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import get_compress_state_ring_size
+
+    most = refusals.MOST_ROUND_TOKENS
+    assert get_compress_state_ring_size(4, most) == refusals.SPECULATIVE_STATE_RING
+    states = SimpleNamespace(ring_size=128 + most, state_ring_size=refusals.SPECULATIVE_STATE_RING)
+    check_rings(states, most)
+    with pytest.raises(ValueError, match="--speculative-num-draft-tokens"):
+        check_rings(states, most + 1)
 
 
 def test_every_message_starts_with_the_flag_to_change():

@@ -18,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo "make demo   start the server per arm, send the rounds, print the table, write a report to look at"
-	@echo "make test   lint, then every test"
+	@echo "make test   lint, then the tests (LONG=1: those of every layout, schedule and tier too)"
 	@echo "make regression    with the flag off SGLang is as without the plugin (QUICK: REGRESSION_ARGS=--quick)"
 	@echo "make intree-check  the feature built into a tree of SGLang: its tests and the demo there (ALL=1: every test)"
 	@echo "make matrix        every layout, speculation and number of ranks, tier by tier (under an hour)"
@@ -52,7 +52,7 @@ lint: env
 	$(BIN)/mypy
 
 test: lint
-	cd test && ../$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(TESTS)
+	cd test && ../$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(if $(LONG),-m "") $(TESTS)
 
 # Keep transcripts and logs: REGRESSION_ARGS="--keep DIR".
 regression: env

@@ -54,6 +54,7 @@ PLUGIN_TESTS = {
     "regression_worlds": "the plugin installed against not installed",
     "test_swa_regression": "the plugin installed against not installed",
     "test_swa_docs": "pages of this project",
+    "test_swa_long": "how this project's tests are run",
     "test_swa_soak": "a benchmark of this project",
     "intree_check": "this command",
     "intree_scratch": "this command",

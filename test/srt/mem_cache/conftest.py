@@ -14,6 +14,7 @@ import sys
 import attachment
 import pytest
 from hypothesis import settings
+from long_tests import is_long
 
 # Two cores are all that CI has, and other tests run beside these.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,6 +40,14 @@ def _declare_torchvision_operators() -> None:
 
 _declare_torchvision_operators()
 attachment.prepare()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what is left to `make test LONG=1` (long_tests.py)."""
+    for item in items:
+        if is_long(item.nodeid):
+            item.add_marker("long")
 
 
 @pytest.fixture(scope="session")

@@ -96,7 +96,7 @@ _CAPTURE_HANDLERS = "forward_hooks"
 """The points of these handlers come with the capture, though what they would call comes later."""
 
 
-_ALWAYS = ("conftest", "attachment")
+_ALWAYS = ("conftest", "attachment", "long_tests")
 
 
 def part_of_module(module: str) -> Part:

@@ -348,9 +348,6 @@ SCENARIOS = {
 }  # fmt: skip
 """By name."""
 
-QUICK = ("muse-glimmer, hicache",)
-"""Those that `make test` runs."""
-
 
 def transcript(name: str, world: World, folder: Path) -> dict[str, Any]:
     """Runs a scenario's servers, one after the other.

@@ -58,7 +58,8 @@ def edit(tree: Path, path: str, old: str, new: str) -> None:
 
 
 SOME_TESTS = (
-    *("attachment", "conftest", "startup_fixtures", "bitexact_fixtures", "scheduler_harness"),
+    *("attachment", "conftest", "long_tests", "startup_fixtures", "bitexact_fixtures"),
+    "scheduler_harness",
     *("test_swa_capture", "test_swa_record", "test_swa_rounds"),
 )
 """The tests that land here: formatting all of them is most of the work. intree_check.py lands all."""

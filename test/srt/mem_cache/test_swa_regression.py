@@ -1,9 +1,8 @@
 """With the plugin installed and the flag off, SGLang is what it is without it.
 
 The quick part of `make regression` (regression.py): arguments, environment, log and modules of a process
-that loads plugins, prefix caches over other models' pools, driven at random, and a server of a model with
-sliding windows and a host tier; in a Python without the plugin, in one with it, and (all but the server)
-in one with a plugin that changes SGLang, which must be noticed.
+that loads plugins, and prefix caches over other models' pools, driven at random; in a Python without the
+plugin, in one with it, and in one with a plugin that changes SGLang, which must be noticed. No servers.
 """
 
 from __future__ import annotations

@@ -169,7 +169,14 @@ def test_the_metadata(built, project):
     assert found["License-Expression"] == "Apache-2.0"
     assert found["Requires-Python"] == distribution("sglang").metadata["Requires-Python"]
     # Not SGLang: pip would bring its CUDA stack to machines that must not have it.
-    assert found.get_all("Requires-Dist") == project["dependencies"] == ["xxhash>=3.4"]
+    needed = found.get_all("Requires-Dist")
+    assert [r for r in needed if "extra ==" not in r] == project["dependencies"] == ["xxhash>=3.4"]
+    # What one command alone needs.
+    extra = project["optional-dependencies"]
+    assert list(extra) == ["intree"]
+    assert [r for r in needed if "extra ==" in r] == [
+        f'{r}; extra == "intree"' for r in extra["intree"]
+    ]
     assert entry_points.split() == [
         *("[sglang.srt.plugins]", "bitexact_hicache", "=", f"{PACKAGE}.plugin:register")
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,6 +13,8 @@ from pathlib import Path
 from dsv4_reference_platform.launch import ServerError
 from soak.server import PipedServer
 
+IDLE_SECONDS = 60.0
+"""How long a server may take to become idle once nobody asks."""
 PART = 0.05
 """Of the files, how many a storm damages."""
 FULL = 512 << 10
@@ -58,7 +61,16 @@ class Weather:
             "hicache_storage_backend": "file",
             "hicache_storage_prefetch_policy": "wait_complete",
         }
-        self._server.request("DELETE", "/hicache/storage-backend")
+        deadline = time.monotonic() + IDLE_SECONDS
+        while True:
+            try:
+                self._server.request("DELETE", "/hicache/storage-backend")
+                break
+            except ServerError as error:
+                # Requests that nobody waits for any more may still run.
+                if "not idle" not in str(error) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
         self._server.request("PUT", "/hicache/storage-backend", config)
         self.faults["storage restarted"] += 1
 

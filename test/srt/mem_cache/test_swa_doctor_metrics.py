@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test_swa_metrics import folder, page, process, report, scrape, value  # noqa: F401 (fixtures)
+from test_swa_metrics import a_hit, folder, page, process, report, scrape, value  # noqa: F401 (fixtures)
 
 from sglang_bitexact_hicache import exporter
 from sglang_bitexact_hicache.doctor import server
@@ -10,6 +10,7 @@ from sglang_bitexact_hicache.exporter import METRICS, PREFIX
 
 
 def test_the_doctor_reads_the_page(process, folder):  # noqa: F811
+    process.run(a_hit)
     process.run(report)
     values, reported = server.read_metrics(page(folder))
     samples = scrape(folder)

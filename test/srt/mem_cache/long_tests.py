@@ -21,6 +21,7 @@ LONG = (
     "test_swa_l3_processes.py::test_fault_of_every_kind_at_random",
     # What rounds do is EAGLE's on one rank, what ranks do is that of tensor parallelism; both run.
     "test_swa_eagle_tp.py::*",
+    "test_swa_eagle_dp.py::*",
     # A server for two minutes; that the soak notices what is wrong runs without one.
     "test_swa_soak.py::test_two_minutes_of_everything_at_once",
     # They run the built tree; what is built is compared without that.
@@ -31,6 +32,8 @@ LONG = (
 ALWAYS = (
     "test_swa_eagle.py::test_a_repeat*",
     "test_swa_eagle.py::test_control_a_flipped_bit_of_the_targets_rows*",
+    "test_swa_eagle_dp.py::test_ranks*",
+    "test_swa_eagle_dp.py::test_control*",
     "test_swa_eagle_tp.py::test_repeats*",
     "test_swa_eagle_tp.py::test_control*",
     "test_swa_exact.py::test_a_repeat*",

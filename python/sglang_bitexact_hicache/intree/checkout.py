@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from dataclasses import dataclass
@@ -65,6 +66,12 @@ def _built_version(package: Path) -> str | None:
     return found and (found[1] or found[2])
 
 
+def environment_of_git() -> dict[str, str]:
+    """This process's environment without the variables by which git would work on another repository than
+    the one that it is told (a git hook has them)."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+
+
 def _tagged_version(folder: Path) -> str | None:
     """The release tag that git's HEAD is at. A tree between two releases is neither."""
     try:
@@ -73,6 +80,7 @@ def _tagged_version(folder: Path) -> str | None:
             capture_output=True,
             text=True,
             check=True,
+            env=environment_of_git(),
         )
     except (OSError, subprocess.CalledProcessError):
         return None

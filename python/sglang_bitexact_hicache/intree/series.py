@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from sglang_bitexact_hicache.intree.checkout import Checkout
+from sglang_bitexact_hicache.intree.checkout import Checkout, environment_of_git
 from sglang_bitexact_hicache.intree.errors import IntreeError
 from sglang_bitexact_hicache.intree.landing import (
     INTREE_PACKAGE,
@@ -231,7 +231,7 @@ def _git(repository: Path, *args: str) -> str:
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, **nothing, **who},
+        env={**environment_of_git(), **nothing, **who},
     ).stdout
 
 

@@ -337,6 +337,21 @@ def test_control_a_copied_function_is_found():
 # ---- the series
 
 
+def test_the_series_is_not_written_into_another_repository(tmp_path, monkeypatch):
+    other, ours = tmp_path / "other", tmp_path / "ours"
+    for folder in (other, ours):
+        folder.mkdir()
+        subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    # As in a git hook.
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    (ours / "file").write_text("")
+    series._git(ours, "add", "file")
+    series._git(ours, "commit", "-q", "-m", "one")
+    monkeypatch.delenv("GIT_DIR")
+    assert series._git(ours, "log", "--oneline").endswith(" one\n")
+    assert not any((other / ".git" / "refs" / "heads").iterdir())
+
+
 def test_every_module_is_in_one_part():
     names = [name for names in PARTS.values() for name in names]
     assert len(names) == len(set(names))

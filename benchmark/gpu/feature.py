@@ -25,12 +25,13 @@ from gpu.config import PAGE, Shape
 from gpu.inputs import Span
 from gpu.stack import Forward, Stack
 from gpu.strict import guarded, strict
-from sglang_bitexact_hicache import attach, forward_hooks, seam_table
+from sglang_bitexact_hicache import forward_hooks, seam_table
 from sglang_bitexact_hicache.device_view import DeviceView
 from sglang_bitexact_hicache.host_pool import TruthHostPools
 from sglang_bitexact_hicache.lineage import ROOT, UNKNOWN, RowTable
 from sglang_bitexact_hicache.policy import DEFAULT_KINDS, Kind
 from sglang_bitexact_hicache.runtime import TruthRuntime
+from sglang_bitexact_hicache.seam import wrapped_values
 from sglang_bitexact_hicache.truth import TruthStore
 
 INNER_HOOKS = (
@@ -54,7 +55,7 @@ def install_hooks() -> None:
             found = pkgutil.resolve_name(seam.target)
             if not any(
                 getattr(value, "__wrapped__", value) is seam.load()
-                for value in attach.wrapped_values(found)
+                for value in wrapped_values(found)
             ):
                 raise RuntimeError(f"{seam.target} is not hooked")
     # The outer hook asks a ScheduleBatch for its tree, and the tree for the runtime.

@@ -6,13 +6,10 @@ The registry logs a hook that it cannot apply and goes on; seam_checks.py asks h
 
 from __future__ import annotations
 
-import contextlib
 import pkgutil
-from collections.abc import Iterator
-from typing import Any
 
 from sglang_bitexact_hicache import seam_table
-from sglang_bitexact_hicache.seam import HOOKS, Kind, Seam, When
+from sglang_bitexact_hicache.seam import HOOKS, Kind, Seam, When, wrapped_values
 
 
 def register(*when: When) -> None:
@@ -63,18 +60,3 @@ def is_live(seam: Seam) -> bool:
     except (ImportError, AttributeError):
         return False
     return any(hook is handler for hook in wrapped_values(function))
-
-
-def wrapped_values(function: Any) -> Iterator[Any]:
-    """Everything that the wrappers around a function close over, outermost first.
-
-    Follows `__wrapped__`, which HookRegistry's wrappers carry, so a hook is found below another
-    plugin's as well.
-    """
-    while function is not None:
-        function = getattr(function, "__func__", function)
-        for cell in getattr(function, "__closure__", None) or ():
-            # A cell that is not filled yet raises.
-            with contextlib.suppress(ValueError):
-                yield cell.cell_contents
-        function = getattr(function, "__wrapped__", None)

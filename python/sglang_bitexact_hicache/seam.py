@@ -5,9 +5,10 @@ A seam's handler is imported when the seam is put in place, so this module and t
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,3 +82,18 @@ class Seam:
         """The handler. Raises ImportError or AttributeError where it is missing."""
         module, _, name = self.handler.partition(":")
         return pkgutil.resolve_name(f"{PACKAGE}.{module}:{name}")
+
+
+def wrapped_values(function: Any) -> Iterator[Any]:
+    """Everything that the wrappers around a function close over, outermost first.
+
+    Follows `__wrapped__`, which SGLang's hooks and the in-tree form's points carry, so each is found
+    below another plugin's as well.
+    """
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        for cell in getattr(function, "__closure__", None) or ():
+            # A cell that is not filled yet raises.
+            with contextlib.suppress(ValueError):
+                yield cell.cell_contents
+        function = getattr(function, "__wrapped__", None)

@@ -1,7 +1,7 @@
 """Seam handlers around SGLang's storage (see seam_table.py for their targets): its backend is made
 strict, names are ours, and what was written under other weights is left alone.
 
-Scheduler thread, or the threads that attach and flush for it.
+Scheduler thread only.
 """
 
 from __future__ import annotations

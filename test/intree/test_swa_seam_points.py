@@ -17,7 +17,7 @@ from startup_fixtures import ENGAGING_ENV, environment, resolve, write_model
 
 from sglang_bitexact_hicache import seam_checks, seam_table
 from sglang_bitexact_hicache.intree.siblings import attach, seam_point
-from sglang_bitexact_hicache.seam import ATTACHED, Kind, When
+from sglang_bitexact_hicache.seam import ATTACHED, Kind, When, wrapped_values
 from sglang_bitexact_hicache.settings import SETTINGS
 
 POINTS = [seam for seam in seam_table.SEAMS if seam.kind in ATTACHED]
@@ -48,12 +48,6 @@ def _probe(flag: str) -> dict:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture
-def _hooks():
-    with hooks_undone():
-        yield
 
 
 # ---- the switch
@@ -115,7 +109,7 @@ def test_only_the_points_of_the_switch_arm_themselves():
             assert seam_checks.live_problem(seam) == "not in place in this process"
 
 
-@pytest.mark.usefixtures("_hooks")
+@pytest.mark.usefixtures("hooks_of_ours_undone")
 def test_installing_arms_every_point_and_twice_changes_nothing():
     attach.install(*When)
     calls = [attach.point_of(seam).handler for seam in POINTS]
@@ -125,7 +119,7 @@ def test_installing_arms_every_point_and_twice_changes_nothing():
     assert all(handler is seam.load() for handler, seam in zip(calls, POINTS, strict=True))
 
 
-@pytest.mark.usefixtures("_hooks")
+@pytest.mark.usefixtures("hooks_of_ours_undone")
 def test_a_point_that_somebody_replaced_is_named():
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
@@ -135,7 +129,7 @@ def test_a_point_that_somebody_replaced_is_named():
         seam_checks.require_live(When.ENGAGED)
 
 
-@pytest.mark.usefixtures("_hooks")
+@pytest.mark.usefixtures("hooks_of_ours_undone")
 def test_below_a_hook_of_a_plugin_the_point_is_found():
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -147,7 +141,7 @@ def test_below_a_hook_of_a_plugin_the_point_is_found():
 
     # As the registry applies it, without its memory of it.
     HookRegistry._apply_target(seam.target, [(HookType.AROUND, theirs, None)])
-    assert theirs in list(attach.wrapped_values(ScheduleBatch.prepare_for_extend))
+    assert theirs in list(wrapped_values(ScheduleBatch.prepare_for_extend))
     attach.install(When.ENGAGED)
     seam_checks.require_live(When.ENGAGED)
 

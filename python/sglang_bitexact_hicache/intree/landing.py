@@ -46,6 +46,7 @@ PLUGIN_TESTS = {
     "test_swa_gpu_bench": "a benchmark of this project",
     "gpu_bench_on_cpu": "a benchmark of this project",
     "regression": "the plugin installed against not installed",
+    "regression_caches": "the plugin installed against not installed",
     "regression_control": "the plugin installed against not installed",
     "regression_probe": "the plugin installed against not installed",
     "regression_servers": "the plugin installed against not installed",
@@ -87,14 +88,15 @@ def landing(project: Path = PROJECT) -> dict[str, str]:
 
 
 def _modules() -> Iterator[tuple[str, str]]:
-    siblings = {path.stem: path for path in SIBLINGS.glob("*.py") if path.stem != "__init__"}
-    incomplete = siblings.pop("factory_incomplete")
-    assert incomplete.is_file()
-    for path in sorted({p.stem: p for p in OURS.glob("*.py")}.values()):
-        if path.stem not in PLUGIN_ONLY and path.stem not in siblings:
-            yield f"{PACKAGE_FOLDER}/{path.name}", rewritten(path.read_text(encoding="utf-8"))
-    for path in sorted(siblings.values()):
-        yield f"{PACKAGE_FOLDER}/{path.name}", rewritten(path.read_text(encoding="utf-8"))
+    modules = {path.name: path for path in OURS.glob("*.py") if path.stem not in PLUGIN_ONLY}
+    # In the place of the module of the same name.
+    modules |= {
+        path.name: path
+        for path in SIBLINGS.glob("*.py")
+        if path.stem not in ("__init__", "factory_incomplete")
+    }
+    for name, path in sorted(modules.items()):
+        yield f"{PACKAGE_FOLDER}/{name}", rewritten(path.read_text(encoding="utf-8"))
 
 
 def incomplete_factory() -> str:

@@ -50,6 +50,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("long")
 
 
+@pytest.fixture
+def hooks_of_ours_undone():
+    """What a test installs of the feature's seams is gone after it."""
+    with attachment.hooks_undone():
+        yield
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """Replaces the seam table by the rows that it is called with."""
+    from sglang_bitexact_hicache import seam_table
+
+    def replace(*rows) -> None:
+        monkeypatch.setattr(seam_table, "SEAMS", rows)
+
+    return replace
+
+
 @pytest.fixture(scope="session")
 def scheduler_process(tmp_path_factory):
     """Starts a scheduler process (scheduler_harness.py) with the feature on and its checks on:

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import regression_caches
 import regression_servers
-import regression_trees
 from regression_control import ALTERATIONS
 from regression_worlds import ALTERED, PACKAGE, PLUGIN, STOCK, World, make_world
 
@@ -35,7 +35,7 @@ class Amount:
     """How much is run.
 
     Attributes:
-        trees: names of regression_trees.SHAPES; seeds, operations: of each of them.
+        trees: names of regression_caches.SHAPES; seeds, operations: of each of them.
         servers: names of regression_servers.SCENARIOS.
         control: those of the servers that the control runs too.
     """
@@ -47,10 +47,10 @@ class Amount:
     control: Sequence[str]
 
 
-QUICK = Amount(regression_trees.QUICK, 1, 250, (), ())
+QUICK = Amount(regression_caches.QUICK, 1, 250, (), ())
 """What `make test` runs."""
 WHOLE = Amount(
-    tuple(regression_trees.SHAPES), 3, 400, tuple(regression_servers.SCENARIOS), ("llama",)
+    tuple(regression_caches.SHAPES), 3, 400, tuple(regression_servers.SCENARIOS), ("llama",)
 )
 
 NOTICED_IN = {

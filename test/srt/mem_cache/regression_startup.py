@@ -20,9 +20,7 @@ from typing import Any
 
 from startup_fixtures import MODEL_CONFIG, OTHER_MODEL_CONFIG, write_config
 
-SLIDING_CONFIG = {
-    "architectures": ["MuseGlimmerForCausalLM"],
-    "model_type": "muse_glimmer",
+_SLIDING_AND_FULL = {
     "torch_dtype": "bfloat16",
     "vocab_size": 320,
     "hidden_size": 64,
@@ -33,35 +31,31 @@ SLIDING_CONFIG = {
     "head_dim": 16,
     "sliding_window": 96,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "max_position_embeddings": 4096,
+}
+
+SLIDING_CONFIG = {
+    **_SLIDING_AND_FULL,
+    "architectures": ["MuseGlimmerForCausalLM"],
+    "model_type": "muse_glimmer",
     "no_rope_layers": [1, 0, 1, 0],
     # Kernels that a CPU does not have.
     "use_attn_output_gate": False,
     "output_soft_cap_temp": None,
-    "max_position_embeddings": 4096,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
 """A tiny Muse Glimmer: sliding and full layers, to which SGLang gives a KV pool each."""
 
 GEMMA_CONFIG = {
+    **_SLIDING_AND_FULL,
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
-    "torch_dtype": "bfloat16",
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
     "query_pre_attn_scalar": 16,
-    "sliding_window": 96,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
     # SGLang finds the sliding layers by these two, and then refuses them a pool of their own, with a
     # warning: for Gemma that is switched off.
     "is_hybrid_swa": True,
     "hybrid_layer_pattern": [1, 0, 1, 0],
-    "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-6,
 }
 """A tiny Gemma 3: sliding and full layers in one KV pool."""

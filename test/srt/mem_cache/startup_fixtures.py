@@ -227,13 +227,21 @@ def our_log() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
+def seam_named(name: str) -> Any:
+    """The row of the seam table whose target ends with this name."""
+    from sglang_bitexact_hicache import seam_table
+
+    (seam,) = (seam for seam in seam_table.SEAMS if seam.target.endswith(f".{name}"))
+    return seam
+
+
 def our_patches() -> set[str]:
     """Every function of SGLang that runs code of this package, by its own qualified name.
 
     Looks at the functions themselves, in every loaded module and class of SGLang, and not at what
     the hook registry says of them.
     """
-    from sglang_bitexact_hicache.attach import wrapped_values
+    from sglang_bitexact_hicache.seam import wrapped_values
 
     found = set()
     for name, module in list(sys.modules.items()):

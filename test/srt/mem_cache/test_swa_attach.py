@@ -11,49 +11,29 @@ import subprocess
 import sys
 
 import pytest
-from attachment import hooks_undone
-from startup_fixtures import ENGAGING_ENV, environment
+from startup_fixtures import ENGAGING_ENV, environment, seam_named
 
 from sglang_bitexact_hicache import __main__ as command
 from sglang_bitexact_hicache import attach, release, seam_checks, seam_table
-from sglang_bitexact_hicache.seam import Seam, When
+from sglang_bitexact_hicache.seam import When, wrapped_values
 
 
-def _seam(name: str) -> Seam:
-    (seam,) = (seam for seam in seam_table.SEAMS if seam.target.endswith(f".{name}"))
-    return seam
-
-
-@pytest.fixture
-def table(monkeypatch):
-    """Replaces the seam table by these rows."""
-
-    def replace(*rows: Seam) -> None:
-        monkeypatch.setattr(seam_table, "SEAMS", rows)
-
-    return replace
-
-
-@pytest.fixture
-def _hooks():
-    with hooks_undone():
-        yield
-
-
-@pytest.mark.usefixtures("_hooks")
+@pytest.mark.usefixtures("hooks_of_ours_undone")
 def test_a_hook_that_the_registry_swallows_is_named(table):
-    gone = dataclasses.replace(_seam("prepare_for_extend"), target="sglang.srt.gone.Nothing.at_all")
+    gone = dataclasses.replace(
+        seam_named("prepare_for_extend"), target="sglang.srt.gone.Nothing.at_all"
+    )
     table(gone)
     attach.install(When.ENGAGED)  # SGLang logs an error, and nothing else happens
     with pytest.raises(ValueError, match=r"sglang\.srt\.gone\.Nothing\.at_all .*not in place"):
         seam_checks.require_live(When.ENGAGED, seams=[gone])
 
 
-@pytest.mark.usefixtures("_hooks")
+@pytest.mark.usefixtures("hooks_of_ours_undone")
 def test_a_hook_that_somebody_removed_is_named():
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
-    seam = _seam("prepare_for_extend")
+    seam = seam_named("prepare_for_extend")
     stock = ScheduleBatch.prepare_for_extend
     attach.install(When.ENGAGED)
     assert seam_checks.live_problem(seam) is None
@@ -62,12 +42,12 @@ def test_a_hook_that_somebody_removed_is_named():
         seam_checks.require_live(When.ENGAGED)
 
 
-@pytest.mark.usefixtures("_hooks")
+@pytest.mark.usefixtures("hooks_of_ours_undone")
 def test_a_target_that_another_plugin_hooked_first_gets_our_hook_too():
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    seam, calls = _seam("prepare_for_extend"), []
+    seam, calls = seam_named("prepare_for_extend"), []
 
     def theirs(original, batch):
         calls.append(batch)
@@ -77,12 +57,12 @@ def test_a_target_that_another_plugin_hooked_first_gets_our_hook_too():
     HookRegistry.apply_hooks()
     attach.install(When.ENGAGED)
     seam_checks.require_live(When.ENGAGED)
-    wrapped = list(attach.wrapped_values(ScheduleBatch.prepare_for_extend))
+    wrapped = list(wrapped_values(ScheduleBatch.prepare_for_extend))
     assert seam.load() in wrapped
     assert wrapped.count(theirs) == 1
 
 
-@pytest.mark.usefixtures("_hooks")
+@pytest.mark.usefixtures("hooks_of_ours_undone")
 def test_installing_twice_changes_nothing():
     from sglang.srt.arg_groups import resolution_hooks
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -128,7 +108,7 @@ def test_no_sglang_is_an_error_too(monkeypatch):
         release.sglang_version()
 
 
-@pytest.mark.usefixtures("_hooks")
+@pytest.mark.usefixtures("hooks_of_ours_undone")
 def test_another_version_ends_a_server_in_its_launcher(monkeypatch, tmp_path):
     from startup_fixtures import resolve, write_model
 
@@ -152,7 +132,7 @@ def test_doctor_reads_the_source(capsys):
 
 
 def test_doctor_fails_on_a_lost_seam(table, capsys):
-    seam = _seam("prepare_for_extend")
+    seam = seam_named("prepare_for_extend")
     gone = dataclasses.replace(seam, target=f"{seam.target}_gone")
     changed = dataclasses.replace(seam, parameters=("self", "more"))
     table(gone, changed)

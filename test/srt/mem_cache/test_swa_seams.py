@@ -6,32 +6,10 @@ import dataclasses
 import inspect
 
 import pytest
-from attachment import hooks_undone
+from startup_fixtures import seam_named
 
 from sglang_bitexact_hicache import seam_checks, seam_table
-from sglang_bitexact_hicache.seam import HOOKS, Kind, Seam, When
-
-
-def _seam(name: str) -> Seam:
-    (seam,) = (seam for seam in seam_table.SEAMS if seam.target.endswith(f".{name}"))
-    return seam
-
-
-@pytest.fixture
-def table(monkeypatch):
-    """Replaces the seam table by these rows."""
-
-    def replace(*rows: Seam) -> None:
-        monkeypatch.setattr(seam_table, "SEAMS", rows)
-
-    return replace
-
-
-@pytest.fixture
-def _hooks():
-    with hooks_undone():
-        yield
-
+from sglang_bitexact_hicache.seam import HOOKS, Kind, When
 
 # ---- the table
 
@@ -83,7 +61,7 @@ def test_our_overrides_take_what_stock_passes():
 
 
 def test_a_missing_target_is_named_with_the_version(table):
-    seam = _seam("prepare_for_extend")
+    seam = seam_named("prepare_for_extend")
     for lost in (f"{seam.target}_gone", "sglang.srt.gone.Nothing.at_all", "no_such_package.f"):
         gone = dataclasses.replace(seam, target=lost)
         table(seam, gone)
@@ -105,12 +83,12 @@ def test_a_changed_signature_is_named(seam):
 
 
 def test_a_handler_that_is_not_there_is_named():
-    lost = dataclasses.replace(_seam("prepare_for_extend"), handler="scheduling:gone")
+    lost = dataclasses.replace(seam_named("prepare_for_extend"), handler="scheduling:gone")
     with pytest.raises(ValueError, match="no handler"):
         seam_checks.require_live(When.ENGAGED, seams=[lost])
 
 
 def test_an_override_that_overrides_something_else_is_named():
-    lost = dataclasses.replace(_seam("_match_tree"), handler="tree:BxCache._reset_full")
+    lost = dataclasses.replace(seam_named("_match_tree"), handler="tree:BxCache._reset_full")
     with pytest.raises(ValueError, match="does not override"):
         seam_checks.require_live(When.ENGAGED, seams=[lost])

@@ -5,14 +5,11 @@ seam_checks.py asks here what is in place.
 
 from __future__ import annotations
 
-import contextlib
 import pkgutil
-from collections.abc import Iterator
-from typing import Any
 
 from sglang_bitexact_hicache import seam_table
 from sglang_bitexact_hicache.intree.siblings import seam_point
-from sglang_bitexact_hicache.seam import ATTACHED, Seam, When
+from sglang_bitexact_hicache.seam import ATTACHED, Seam, When, wrapped_values
 
 
 def install(*when: When) -> None:
@@ -46,21 +43,3 @@ def point_of(seam: Seam) -> seam_point.SeamPoint | None:
         if isinstance(value, seam_point.SeamPoint):
             return value
     return None
-
-
-def wrapped_values(function: Any) -> Iterator[Any]:
-    """Everything that the wrappers around a function close over, outermost first; of a point also its
-    handler.
-
-    Follows `__wrapped__`, so a point is found below a plugin's hook as well.
-    """
-    while function is not None:
-        function = getattr(function, "__func__", function)
-        for cell in getattr(function, "__closure__", None) or ():
-            # A cell that is not filled yet raises.
-            with contextlib.suppress(ValueError):
-                value = cell.cell_contents
-                yield value
-                if isinstance(value, seam_point.SeamPoint) and value.handler is not None:
-                    yield value.handler
-        function = getattr(function, "__wrapped__", None)
